@@ -1,0 +1,82 @@
+"""Continue code: `python infer.py --prompt "def main():"`, or with torchrun on several ranks.
+
+The text goes to standard output as it is decided: each prompt, then its continuation.
+"""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from nanogeex import checkpoint
+from nanogeex.config import DTYPES, InferConfig, ModelConfig, UsageError, check_shape, parse
+from nanogeex.generate import Sampling, generate, stream_text
+from nanogeex.mesh import Mesh, init_mesh, launch, on_rank0, pick_device, world_size
+from nanogeex.model import CodeGeeX, split_table
+from nanogeex.tokenizer import CodeTokenizer
+
+
+def main(argv: list[str]) -> None:
+    config = parse(InferConfig, argv, __doc__)
+    device = pick_device(config.device)
+    run = Path(config.load)
+    path = checkpoint.newest(run / "checkpoints")
+    if path is None:
+        raise UsageError(f"--load {run}: no run with a checkpoint; make one with "
+                         f"`python train.py --out {run}`, or give another")
+    trained = checkpoint.read_meta(path)["config"]
+    shape = ModelConfig(**{field.name: trained[field.name] for field in fields(ModelConfig)})
+    tp = config.tensor_model_parallel_size or world_size()
+    check_shape(shape, tp)
+    if tp != world_size():
+        raise UsageError(f"--tensor-model-parallel-size {tp}: all {world_size()} ranks of this job "
+                         f"share the model; drop the flag, or start {tp} with torchrun")
+    mesh = init_mesh(tp, device, config.timeout)
+    tokenizer = CodeTokenizer.load(run / "tokenizer.model")
+    precision = config.precision or ("fp32" if device.type == "cpu" else trained["precision"])
+    model = load(path, shape, trained["ln_fp16"], DTYPES[precision], mesh)
+
+    sampling = Sampling(0.0 if config.greedy else config.temperature, config.top_k, config.top_p)
+    for i, text in enumerate(on_rank0(mesh, "prompts", lambda: prompts(config))):
+        prompt = tokenizer.encode(text) or [tokenizer.end_of_document]  # no text: a new document
+        if len(prompt) >= shape.seq_length:
+            raise UsageError(f"--prompt: number {i + 1} has {len(prompt)} tokens, the context "
+                             f"holds {shape.seq_length}; shorten it to {shape.seq_length - 1}")
+        show(mesh, ("\n\n" if i else "") + text)
+        ids = generate(model, prompt, config.out_seq_length, tokenizer.end_of_document, sampling,
+                       config.seed, mesh)
+        for part in stream_text(tokenizer, prompt, ids):
+            show(mesh, part)
+    show(mesh, "\n")
+
+
+def prompts(config: InferConfig) -> list[str]:
+    """The texts to continue.  Raises UsageError for what is not UTF-8."""
+    try:
+        texts = config.prompt or [sys.stdin.buffer.read().decode()]
+        for text in texts:
+            text.encode()
+    except UnicodeError as error:
+        raise UsageError(f"--prompt: not UTF-8 ({error.reason} at position {error.start}); convert "
+                         "it") from None
+    return texts
+
+
+def load(path: Path, shape: ModelConfig, ln_fp16: bool, dtype: torch.dtype, mesh: Mesh) -> CodeGeeX:
+    """This rank's share of a checkpoint's weights, ready to generate."""
+    with torch.device("meta"):
+        model = CodeGeeX(shape, mesh, ln_fp16).requires_grad_(False)
+    model.to_empty(device=mesh.device)
+    checkpoint.load(path, dict(model.named_parameters()), None, split_table(model), mesh)
+    return model.to(dtype).eval()
+
+
+def show(mesh: Mesh, text: str) -> None:
+    if mesh.rank == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    launch(main)

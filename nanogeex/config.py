@@ -1,0 +1,254 @@
+"""Configuration: one dataclass a program, three presets, one strict command line made from them.
+
+A field is written once, with its default, its help and its bounds; the flag, the check and the line
+in `--help` come from it.  Defaults < preset < command line.  Flags carry the names that Megatron-LM
+and CodeGeeX scripts use.  What a user can get wrong raises `UsageError`: one line that names the
+field, the value and the remedy.
+
+Tests: tests/test_config.py, tests/test_errors.py.
+"""
+
+import argparse
+import difflib
+import math
+from dataclasses import dataclass, field, fields
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class UsageError(ValueError):
+    """A mistake that the user can mend.  Entry points print it as one line, without a traceback."""
+
+
+def flag(default, group: str, help: str, **meta):
+    """A dataclass field that is also a flag.  `meta`: bounds `low` <= value <= `high`, value >
+    `above`; `choices`; `short`, a second name; `type`, where the annotation allows None."""
+    return field(default=default, metadata=dict(group=group, help=help, **meta))
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a CodeGeeX: `num_layers` ordinary blocks, then one top-query block."""
+
+    num_layers: int = flag(2, "model", "transformer blocks below the top-query block", low=1)
+    hidden_size: int = flag(128, "model", "width of the residual stream", low=1)
+    num_attention_heads: int = flag(8, "model", "attention heads a block", low=1)
+    seq_length: int = flag(128, "model", "tokens of the context and of a training sample", low=1)
+    vocab_size: int = flag(4096, "model", "token ids of the tokenizer", low=300)
+    make_vocab_size_divisible_by: int = flag(
+        128, "model", "pad the vocabulary to a multiple of this, at every topology alike", low=1)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        multiple = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def num_parameters(self) -> int:
+        h, blocks = self.hidden_size, self.num_layers + 1
+        block = 12 * h * h + 13 * h     # q k v dense 4hh + 4h, FFN 8hh + 5h, two LayerNorms 4h
+        return self.padded_vocab_size * h + 2 * self.seq_length * h + blocks * block + 2 * h
+
+    def flops_per_token(self) -> float:
+        """Forward and backward: 6 a weight that is multiplied, and attention's two products."""
+        h, blocks = self.hidden_size, self.num_layers + 1
+        weights = 12 * h * h * blocks + self.padded_vocab_size * h
+        return 3.0 * (2 * weights + 4 * self.seq_length * h * blocks)
+
+
+@dataclass
+class TrainConfig(ModelConfig):
+    preset: str = flag("tiny", "run", "named set of defaults",
+                       choices=("tiny", "125m", "codegeex-13b"))
+    out: str = flag("out", "run", "run directory: config, tokenizer, data, metrics, checkpoints")
+    resume: str = flag("auto", "run", "auto: the newest checkpoint of --out, if there is one; "
+                       "none: refuse to continue one; or the PATH of a checkpoint")
+    seed: int = flag(1234, "run", "of the weights and of the order of the samples", low=0)
+    device: str = flag("auto", "run", "auto: CUDA where there is some", choices=DEVICES)
+    timeout: float = flag(300.0, "run", "seconds until a hanging collective fails", above=0)
+
+    data: list[str] | None = flag(
+        None, "data", "folders of source files, .jsonl[.gz] files with `code`, or one prepared "
+        "directory; default: the running Python's library and some C++ headers of torch")
+    num_workers: int = flag(0, "data", "processes that tokenise; 0: one a core", low=0)
+
+    train_iters: int = flag(1200, "training", "optimizer steps in all", low=0)
+    micro_batch_size: int = flag(
+        16, "training", "samples a data rank puts through the model at once, at most", low=1)
+    global_batch_size: int = flag(16, "training", "samples a step, over all data ranks", low=1)
+    init_method_std: float = flag(0.02, "training", "of the initial weights", above=0)
+    lr: float = flag(6e-3, "training", "peak learning rate", above=0)
+    min_lr: float = flag(1e-5, "training", "learning rate at the end of the cosine", low=0)
+    lr_warmup_iters: int | None = flag(
+        None, "training", "steps of linear warm-up; default: 5%% of --lr-decay-iters",
+        low=0, type=int)
+    lr_decay_iters: int | None = flag(
+        None, "training", "step that reaches --min-lr; default: --train-iters", low=1, type=int)
+    weight_decay: float = flag(0.1, "training", "AdamW's, not on biases and LayerNorms", low=0)
+    adam_beta1: float = flag(0.9, "training", "decay of the first moment", low=0, high=0.999999)
+    adam_beta2: float = flag(0.95, "training", "decay of the second moment", low=0, high=0.999999)
+    adam_eps: float = flag(1e-8, "training", "added to the root of the second moment", above=0)
+    clip_grad: float = flag(1.0, "training", "largest gradient norm; 0: no clipping", low=0)
+
+    precision: str | None = flag(
+        None, "precision", "of products and activations, masters are fp32; default: fp32 on a CPU "
+        "without fast bf16, else bf16, fp16 for codegeex-13b on CUDA", choices=tuple(DTYPES),
+        type=str)
+    ln_fp16: bool = flag(False, "precision", "LayerNorm as the products, not in fp32")
+    initial_loss_scale: float = flag(2.0**12, "precision", "with fp16", above=0)
+    min_loss_scale: float = flag(1.0, "precision", "with fp16", above=0)
+    loss_scale_window: int = flag(
+        500, "precision", "steps without overflow until the loss scale doubles", low=1)
+    hysteresis: int = flag(2, "precision", "overflows until the loss scale halves", low=1)
+
+    tensor_model_parallel_size: int = flag(
+        1, "parallelism", "ranks that share every layer; the others take other samples",
+        low=1, short="--tp")
+    checkpoint_activations: bool = flag(
+        False, "parallelism", "keep a block's input only, and recompute the rest in backward")
+
+    log_interval: int = flag(10, "logging", "steps between log lines", low=1)
+    eval_interval: int = flag(500, "logging", "steps between evaluations", low=1)
+    eval_iters: int = flag(100, "logging", "global batches an evaluation, at most", low=1)
+    save_interval: int = flag(
+        500, "logging", "steps between checkpoints; the last step always makes one", low=1)
+
+    def __post_init__(self):
+        self.lr_decay_iters = self.lr_decay_iters or max(1, self.train_iters)
+        if self.lr_warmup_iters is None:
+            self.lr_warmup_iters = self.lr_decay_iters // 20
+        if self.min_lr > self.lr:
+            raise UsageError(f"--min-lr {self.min_lr}: above --lr {self.lr}; lower it")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise UsageError(f"--min-loss-scale {self.min_loss_scale}: above --initial-loss-scale "
+                             f"{self.initial_loss_scale}; lower it")
+        check_shape(self, self.tensor_model_parallel_size)
+
+
+@dataclass
+class InferConfig:
+    load: str = flag("out", "input", "run directory")
+    prompt: list[str] | None = flag(
+        None, "input", "text to continue; several are answered in order; default: standard input, "
+        "as one prompt")
+
+    out_seq_length: int = flag(
+        256, "sampling", "new tokens, at most; a full context ends it too", low=0)
+    greedy: bool = flag(False, "sampling", "take the likeliest token")
+    temperature: float = flag(0.8, "sampling", "0 is --greedy", low=0)
+    top_k: int = flag(0, "sampling", "choose among the k likeliest; 0: off", low=0)
+    top_p: float = flag(
+        0.95, "sampling", "choose among the likeliest that hold this much; 0 or 1: off",
+        low=0, high=1)
+    seed: int = flag(1234, "sampling", "of the choices", low=0)
+
+    precision: str | None = flag(
+        None, "machine", "default: fp32 on the CPU, as trained on CUDA", choices=tuple(DTYPES),
+        type=str)
+    device: str = flag("auto", "machine", "auto: CUDA where there is some", choices=DEVICES)
+    tensor_model_parallel_size: int | None = flag(
+        None, "machine", "ranks that share the model; default: all that torchrun starts",
+        low=1, type=int, short="--tp")
+    timeout: float = flag(300.0, "machine", "seconds until a hanging collective fails", above=0)
+
+
+# 125m: the smallest model of GPT-3 (arXiv:2005.14165, table 2.1), in blocks of ours.  codegeex-13b:
+# the paper's model and batch (arXiv:2303.17568); rates and steps of upstream's pretraining script.
+PRESETS: dict[str, dict] = {
+    "tiny": dict(init_method_std=0.08),         # 0.02 is for wide models: measured 0.6 nats behind
+    "125m": dict(
+        num_layers=11, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=32000,
+        micro_batch_size=8, global_batch_size=256, lr=6e-4, min_lr=6e-5, train_iters=20000,
+        lr_warmup_iters=700, save_interval=1000),
+    "codegeex-13b": dict(
+        num_layers=39, hidden_size=5120, num_attention_heads=40, seq_length=2048, vocab_size=50400,
+        make_vocab_size_divisible_by=52224, micro_batch_size=16, global_batch_size=3072, lr=2e-4,
+        min_lr=1e-7, train_iters=100000, lr_warmup_iters=1500, checkpoint_activations=True),
+}
+
+
+def parse(config_class, argv: list[str], description: str):
+    """Command line -> config.  Raises UsageError; `--help` prints and leaves with 0."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags]", description=description, allow_abbrev=False,
+        argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = _refuse                      # one line, not a page of usage
+    known = {f.name: f for f in fields(config_class)}
+    preset_defaults, groups = PRESETS["tiny"] if "preset" in known else {}, {}
+    for f in known.values():
+        meta = f.metadata
+        if meta["group"] not in groups:
+            groups[meta["group"]] = parser.add_argument_group(meta["group"])
+        group = groups[meta["group"]]
+        names = [_flag_name(f)] + ([meta["short"]] if "short" in meta else [])
+        if f.type is bool:
+            group.add_argument(*names, action="store_true", help=meta["help"])
+            continue
+        default = preset_defaults.get(f.name, f.default)
+        default = "" if default is None else f" (default: {default})"
+        metavar = " | ".join(meta.get("choices", ())) or f.name.split("_")[-1].upper()
+        many = dict(action="extend", nargs="+", type=str) if "list" in str(f.type) else dict(
+            type=meta.get("type", f.type))
+        group.add_argument(*names, metavar=metavar, help=meta["help"] + default, **many)
+    for short in ("fp16", "bf16"):
+        groups[known["precision"].metadata["group"]].add_argument(
+            f"--{short}", dest="precision", action="store_const", const=short,
+            help=f"--precision {short}")
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, 1)
+        raise UsageError(f"{unknown[0]}: no such flag or argument"
+                         f"{'; did you mean ' + near[0] + '?' if near else ''}; see --help")
+    for name, value in vars(given).items():
+        _check_bounds(known[name], value)
+    preset = PRESETS[getattr(given, "preset", "tiny")] if "preset" in known else {}
+    return config_class(**preset | vars(given))
+
+
+def _flag_name(f) -> str:
+    return "--" + f.name.replace("_", "-")
+
+
+def _refuse(message: str):
+    raise UsageError(message.removeprefix("argument ") + "; see --help for the flags")
+
+
+def _check_bounds(f, value):
+    meta, shown = f.metadata, f"{_flag_name(f)} {value}"
+    if "choices" in meta and value not in meta["choices"]:
+        raise UsageError(f"{shown}: unknown; choose one of {', '.join(meta['choices'])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{shown}: not a finite number; give one")
+    if "low" in meta and value < meta["low"]:
+        raise UsageError(f"{shown}: must be {meta['low']} or more")
+    if "above" in meta and value <= meta["above"]:
+        raise UsageError(f"{shown}: must be above {meta['above']}")
+    if "high" in meta and value > meta["high"]:
+        raise UsageError(f"{shown}: must be {meta['high']} or less")
+
+
+def check_shape(config: ModelConfig, tp: int) -> None:
+    """Whatever a layer cuts must divide: torch.chunk gives uneven parts without an error."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    if hidden % heads:
+        raise UsageError(f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}"
+                         "; change one")
+    cut = {"--num-attention-heads": heads, "--hidden-size": hidden, "the FFN's width": 4 * hidden,
+           "the padded vocabulary": config.padded_vocab_size, "--seq-length": config.seq_length}
+    for what, size in cut.items():
+        if size % tp:
+            fit = [n for n in range(1, heads + 1) if not any(size % n for size in cut.values())]
+            raise UsageError(f"--tensor-model-parallel-size {tp}: does not divide {what} {size}; "
+                             f"choose one of {', '.join(map(str, fit))}")
+
+
+def default_precision(config: TrainConfig, device: torch.device) -> str:
+    """CUDA: fp16 for the 13B model, as it was trained, else bf16.  CPU: bf16 where products are
+    large and the processor multiplies it natively; where it does not, fp32 was 4 times faster."""
+    if device.type == "cuda":
+        return "fp16" if config.preset == "codegeex-13b" else "bf16"
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if native and config.hidden_size >= 512 else "fp32"

@@ -1,0 +1,206 @@
+"""Documents -> tokens on disk, once, by rank 0.
+
+      documents --(scan)--> digests; the tokenizer's training sample; the split by document
+                --(encode)--> train.bin, val.bin: ids one after another, each document closed by
+                              the end-of-document id; meta.json last: without it nothing is there
+
+Both passes run on several processes and give the same bytes whatever their number.
+
+Tests: tests/test_data.py.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from nanogeex import corpus, tokenizer
+from nanogeex.config import UsageError
+from nanogeex.tokenizer import CodeTokenizer
+
+VALIDATION_SHARE, VALIDATION_BYTES = 0.05, 32 << 20     # of the text, the smaller of the two
+SAMPLE_BYTES = 2048                                     # a piece that the tokenizer learns
+
+
+def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: int,
+            keep_tokenizer: bool) -> Path:
+    """Make what training reads, or find it made and unchanged; return its directory.
+
+    `keep_tokenizer`: checkpoints in `out` depend on its tokenizer; text may be encoded anew, but
+    the tokenizer stays.  Raises UsageError for sources that are missing or hold nothing usable."""
+    out.mkdir(parents=True, exist_ok=True)
+    if sources and len(sources) == 1 and (Path(sources[0]) / "meta.json").is_file():
+        return _use_prepared(Path(sources[0]), out, keep_tokenizer)
+    files = corpus.list_files(sources)
+    wanted = {"files": corpus.fingerprint(files), "vocab_size": vocab_size}
+    directory, model_path = out / "data", out / "tokenizer.model"
+    meta_path = directory / "meta.json"
+    if meta_path.is_file() and model_path.is_file():
+        meta = json.loads(meta_path.read_text())
+        if meta["made_from"] == wanted and meta["tokenizer"] == _digest(model_path):
+            return directory
+    meta_path.unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    workers = num_workers or os.cpu_count() or 1
+    scan = _Scan(files, SAMPLE_BYTES * vocab_size, workers)
+    if not scan.kept:
+        left = ", ".join(f"{count} {reason}" for (_, reason), count in sorted(scan.left.items()))
+        raise UsageError(f"--data {' '.join(sources or ['(default)'])}: no usable document in "
+                         f"{len(files)} files ({left or 'none there'}); give source files of 1 to "
+                         "100 KB")
+    if not (keep_tokenizer and model_path.is_file()):
+        _write(model_path, tokenizer.train(scan.sample(), vocab_size))
+    made = {"made_from": wanted, "tokenizer": _digest(model_path)}
+    meta = made | _encode(files, CodeTokenizer.load(model_path), scan, directory, workers)
+    _write(meta_path, json.dumps(meta, indent=1).encode())
+    print(table(meta), file=sys.stderr, flush=True)
+    return directory
+
+
+def _use_prepared(directory: Path, out: Path, keep_tokenizer: bool) -> Path:
+    """A directory that an earlier run made; its tokenizer lies in it or, as in a run, beside it."""
+    found = [path for path in (directory / "tokenizer.model", directory.parent / "tokenizer.model")
+             if path.is_file()]
+    if not found:
+        raise UsageError(f"--data {directory}: prepared, but without its tokenizer.model; put that "
+                         "into the directory")
+    model, own = found[0].read_bytes(), out / "tokenizer.model"
+    if keep_tokenizer and own.is_file() and own.read_bytes() != model:
+        raise UsageError(f"--data {directory}: encoded with another tokenizer than the checkpoints "
+                         f"of --out {out}; give the sources, or another --out")
+    _write(own, model)
+    return directory
+
+
+class _Scan:
+    """What a first pass over the documents finds."""
+
+    def __init__(self, files: list[tuple[str, str]], sample_bytes: int, workers: int):
+        self.kept: dict[bytes, int] = {}                        # digest -> bytes
+        self.left: Counter[tuple[str, str]] = Counter()         # (language, reason) -> documents
+        self._texts: list[tuple[bytes, str]] = []               # of the largest digests
+        self._texts_bytes, self._sample_bytes = 0, sample_bytes
+        for documents in _in_parallel(corpus.read, corpus.units(files), workers, "reading"):
+            for document in documents:
+                self._add(document)
+        # The smallest digests are validation: an even choice, at least one document of two.
+        self.last_validation = b""
+        room = min(VALIDATION_SHARE * sum(self.kept.values()), VALIDATION_BYTES)
+        for digest in sorted(self.kept)[:-1]:
+            if room <= 0:
+                break
+            self.last_validation, room = digest, room - self.kept[digest]
+
+    def _add(self, document: corpus.Document) -> None:
+        left = document.left or ("duplicate" if document.digest in self.kept else "")
+        if left:
+            self.left[document.language, left] += 1
+            return
+        self.kept[document.digest] = len(document.text.encode())
+        self._texts.append((document.digest, document.text))
+        self._texts_bytes += self.kept[document.digest]
+        if self._texts_bytes > 2 * self._sample_bytes:          # now and then: memory stays bounded
+            self._trim()
+
+    def _trim(self) -> None:
+        self._texts.sort(reverse=True)
+        while len(self._texts) > 1 and self._texts_bytes > self._sample_bytes:
+            digest, _ = self._texts.pop()
+            self._texts_bytes -= self.kept[digest]
+
+    def sample(self) -> Iterator[str]:
+        """Text to train the tokenizer on, without validation's."""
+        self._trim()
+        return (text for digest, text in self._texts if digest > self.last_validation)
+
+
+def _encode(files: list[tuple[str, str]], encoder: CodeTokenizer, scan: _Scan, directory: Path,
+            workers: int) -> dict:
+    """Write both .bin; return what meta.json says of them."""
+    dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
+    splits: dict[str, Counter] = {"train": Counter(), "val": Counter()}
+    languages: dict[str, Counter] = defaultdict(Counter)
+    gzip, gzip_bytes, done = zlib.compressobj(9, wbits=31), 0, set()    # of the validation text
+    outputs = {split: open(directory / f"{split}.bin.tmp", "wb") for split in splits}
+    work = partial(_encode_unit, encoder, dtype, scan.last_validation)
+    for documents in _in_parallel(work, corpus.units(files), workers, "encoding"):
+        for digest, language, size, ids, text in documents:
+            if digest in done or digest not in scan.kept:
+                continue
+            done.add(digest)
+            split = "val" if digest <= scan.last_validation else "train"
+            outputs[split].write(ids)
+            gzip_bytes += len(gzip.compress(text.encode()))
+            counts = Counter(documents=1, bytes=size, tokens=len(ids) // dtype.itemsize)
+            splits[split] += counts
+            languages[language] += counts
+    gzip_bytes += len(gzip.flush())
+    for split, output in outputs.items():
+        output.flush()
+        os.fsync(output.fileno())
+        output.close()
+        os.replace(directory / f"{split}.bin.tmp", directory / f"{split}.bin")
+    left: dict[str, dict[str, int]] = defaultdict(dict)
+    for (language, reason), count in scan.left.items():
+        left[language][reason] = count
+    return {"dtype": dtype.name, "vocab_size": encoder.vocab_size, "gzip_bytes": gzip_bytes,
+            **splits, "languages": languages, "left": left}
+
+
+def _encode_unit(encoder: CodeTokenizer, dtype: np.dtype, last_validation: bytes,
+                 unit: corpus.Unit) -> list[tuple[bytes, str, int, bytes, str]]:
+    """(digest, language, bytes, ids, text if it is validation's) of each document kept."""
+    encoded = []
+    for document in corpus.read(unit):
+        if not document.left:
+            ids = [*encoder.encode(document.text), encoder.end_of_document]
+            text = document.text if document.digest <= last_validation else ""
+            encoded.append((document.digest, document.language, len(document.text.encode()),
+                            np.array(ids, dtype).tobytes(), text))
+    return encoded
+
+
+def _in_parallel(work: Callable, units: Iterator, workers: int, what: str) -> Iterator:
+    """map(work, units), in order, on `workers` processes; few results wait at a time."""
+    with (tqdm(desc=what, unit=" MB", disable=None, leave=False) as bar,
+          multiprocessing.get_context("fork").Pool(workers) as pool):
+        pending: deque = deque()
+        for unit in units:
+            pending.append(pool.apply_async(work, (unit,)))
+            if len(pending) > 4 * workers:
+                yield pending.popleft().get()
+                bar.update()
+        for result in pending:
+            yield result.get()
+            bar.update()
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def table(meta: dict) -> str:
+    """What was kept and what was left out, by language."""
+    rows = [f"{'language':<12} {'documents':>9} {'MB':>7} {'tokens':>11}   left out"]
+    for name in sorted({*meta["languages"], *meta["left"]}):
+        kept = Counter(meta["languages"].get(name, {}))
+        left = sorted(meta["left"].get(name, {}).items())
+        rows.append(f"{name or '(unknown)':<12} {kept['documents']:>9} {kept['bytes'] / 1e6:>7.2f} "
+                    f"{kept['tokens']:>11,}   "
+                    + ", ".join(f"{count} {reason}" for reason, count in left))
+    return "\n".join(row.rstrip() for row in rows)

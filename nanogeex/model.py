@@ -1,0 +1,215 @@
+"""CodeGeeX (arXiv:2303.17568): a GPT whose last block asks by position.
+
+      ids -> word + position embeddings
+          -> num_layers x  [ x + attention(LN(x)) ;  x + ffn(LN(x)) ]         pre-LN blocks
+          -> final LayerNorm
+          -> top-query block: as above, but its queries come from a table of positions, the same for
+             every sequence: "what is the next token here?"
+          -> logits through the word embedding (tied)
+
+Module names are those of the released checkpoint.  Under tensor parallelism a rank holds heads/tp
+heads, 4H/tp columns of the FFN and V/tp rows of the vocabulary; the residual stream is repeated.
+D is the size of a head.
+
+Tests: tests/test_model.py.
+"""
+
+import math
+import zlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanogeex.config import ModelConfig, TrainConfig
+from nanogeex.mesh import Mesh
+from nanogeex.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tp,
+    vocab_parallel_cross_entropy,
+)
+
+KeysValues = tuple[Tensor, Tensor]          # of one block, each (B, heads/tp, T_max, D)
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), by way of silu: one kernel forward and one backward."""
+    return F.silu(1.702 * x) / 1.702
+
+
+class LayerNorm(nn.Module):
+    """Over the last dimension, eps 1e-5, in fp32 unless `low_precision`: (..., H) -> (..., H)."""
+
+    TP_DIM = {"weight": None, "bias": None}
+
+    def __init__(self, width: int, low_precision: bool):
+        super().__init__()
+        self.low_precision = low_precision
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype if self.low_precision else torch.float32
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, 1e-5).to(x.dtype)
+
+
+class PositionEmbedding(nn.Module):
+    """One row a position, repeated on all ranks: positions (T) -> (T, H)."""
+
+    TP_DIM = {"weight": None}
+
+    def __init__(self, positions: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(positions, width))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions, self.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, mesh: Mesh):
+        super().__init__()
+        hidden = config.hidden_size
+        self.mesh, self.head_size = mesh, hidden // config.num_attention_heads
+        self.query = ColumnParallelLinear(hidden, hidden, mesh)
+        self.key = ColumnParallelLinear(hidden, hidden, mesh)
+        self.value = ColumnParallelLinear(hidden, hidden, mesh)
+        self.dense = RowParallelLinear(hidden, hidden, mesh)
+
+    def heads(self, x: Tensor) -> Tensor:               # (B, T, H/tp) -> (B, heads/tp, T, D)
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+    def forward(self, x: Tensor, query: Tensor | None, cache: KeysValues | None,
+                start: int) -> Tensor:
+        x = copy_to_tp(x, self.mesh)                                    # f, once for q, k and v
+        asks = x if query is None else copy_to_tp(query, self.mesh)     # (B or 1, T, H)
+        q, k, v = (self.heads(y) for y in (self.query(asks), self.key(x), self.value(x)))
+        q = q.expand(x.shape[0], -1, -1, -1)                            # (B, heads/tp, T, D)
+        stop = start + x.shape[1]
+        if cache is not None:
+            cache[0][:, :, start:stop], cache[1][:, :, start:stop] = k, v
+            k, v = cache[0][:, :, :stop], cache[1][:, :, :stop]         # (B, heads/tp, stop, D)
+        mask = None
+        if 0 < start < stop - 1:                                        # token i sees start + i + 1
+            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=start == 0)
+        return self.dense(y.transpose(1, 2).flatten(2))                 # (B, T, H/tp) -> (B, T, H)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, mesh: Mesh):
+        super().__init__()
+        self.mesh = mesh
+        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, 4 * config.hidden_size, mesh)
+        self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, mesh)
+
+    def forward(self, x: Tensor) -> Tensor:             # (B, T, H) -> (B, T, 4H/tp) -> (B, T, H)
+        return self.dense_4h_to_h(fast_gelu(self.dense_h_to_4h(copy_to_tp(x, self.mesh))))
+
+
+class Block(nn.Module):
+    """(B, T, H) -> (B, T, H), repeated on all tp ranks; a `query` (1, T, H) makes it top-query."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, ln_fp16: bool, recompute: bool):
+        super().__init__()
+        self.recompute = recompute
+        self.input_layernorm = LayerNorm(config.hidden_size, ln_fp16)
+        self.attention = Attention(config, mesh)
+        self.post_attention_layernorm = LayerNorm(config.hidden_size, ln_fp16)
+        self.mlp = MLP(config, mesh)
+
+    def forward(self, x: Tensor, query: Tensor | None = None, cache: KeysValues | None = None,
+                start: int = 0) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():      # keep x alone, run again in backward
+            return checkpoint(self.block, x, query, cache, start, use_reentrant=False,
+                              preserve_rng_state=False)
+        return self.block(x, query, cache, start)
+
+    def block(self, x: Tensor, query: Tensor | None, cache: KeysValues | None,
+              start: int) -> Tensor:
+        x = x + self.attention(self.input_layernorm(x), query, cache, start)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class CodeGeeX(nn.Module):
+    """One tp rank's share of the model.  Built on the meta device, then filled in place."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, ln_fp16: bool = False,
+                 recompute: bool = False):
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        hidden, positions = config.hidden_size, config.seq_length
+        self.word_embeddings = VocabParallelEmbedding(config.padded_vocab_size, hidden, mesh)
+        self.position_embeddings = PositionEmbedding(positions, hidden)
+        self.layers = nn.ModuleList(
+            Block(config, mesh, ln_fp16, recompute) for _ in range(config.num_layers))
+        self.final_layernorm = LayerNorm(hidden, ln_fp16)
+        self.top_query_embeddings = VocabParallelEmbedding(positions, hidden, mesh)
+        self.top_query_layer = Block(config, mesh, ln_fp16, recompute)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, weights: Tensor | None = None,
+                cache: list[KeysValues] | None = None, start: int = 0) -> Tensor:
+        """ids (B, T) -> logits (B, T, V/tp), this rank's rows of the vocabulary.
+
+        With `targets` (B, T) and `weights` (B), one a sequence: the sum over all tokens of weight
+        times loss, a scalar in fp32, repeated on all tp ranks.  With a `cache` that holds `start`
+        tokens, ids are the tokens from there on, and join them."""
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        caches = cache or [None] * (len(self.layers) + 1)
+        x = self.word_embeddings(ids) + self.position_embeddings(positions)         # (B, T, H)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cache=caches[i], start=start)
+        query = self.top_query_embeddings(positions)[None]                          # (1, T, H)
+        x = self.top_query_layer(self.final_layernorm(x), query, caches[-1], start)
+        logits = F.linear(copy_to_tp(x, self.mesh), self.word_embeddings.weight)    # (B, T, V/tp)
+        if targets is None:
+            return logits
+        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), targets.flatten(), self.mesh)
+        return (losses.view_as(targets).sum(1) * weights).sum()                     # (B T) -> ()
+
+    def empty_cache(self, batch: int, length: int, dtype: torch.dtype) -> list[KeysValues]:
+        """Room for the keys and values of `length` tokens, a pair a block."""
+        heads = self.config.num_attention_heads
+        shape = (batch, heads // self.mesh.tp, length, self.config.hidden_size // heads)
+        return [tuple(torch.zeros(shape, dtype=dtype, device=self.mesh.device) for _ in "kv")
+                for _ in range(len(self.layers) + 1)]
+
+
+class Split(NamedTuple):
+    """A parameter's whole shape, and along which dimension tp cuts it: None is not at all."""
+
+    shape: tuple[int, ...]
+    dim: int | None
+
+
+def split_table(model: CodeGeeX) -> dict[str, Split]:
+    """name -> Split: the one table that initialisation, norm, checkpoints and weight files read.
+    Made before FSDP2 wraps the model: attributes of a Parameter would not outlive that."""
+    table = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            shape, dim = list(parameter.shape), module.TP_DIM[name]
+            if dim is not None:
+                shape[dim] *= model.mesh.tp
+            table[f"{path}.{name}"] = Split(tuple(shape), dim)
+    return table
+
+
+def initial_weight(name: str, shape: tuple[int, ...], config: TrainConfig) -> Tensor:
+    """The whole tensor `name` before training, in fp32: a function of name, shape and seed alone,
+    so that every topology starts from the same weights.  Normal(0, init_method_std), what writes
+    to the residual stream scaled by 1/sqrt(2 num_layers), as in GPT-2; LayerNorms 1, biases 0."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "layernorm" in name:
+        return torch.ones(shape)
+    std = config.init_method_std
+    if name.endswith(("attention.dense.weight", "dense_4h_to_h.weight")):
+        std /= math.sqrt(2 * config.num_layers)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -1,0 +1,105 @@
+"""The optimizer step: what all ranks must agree on comes from one number.
+
+A rank holds pieces of the gradient.  The square of the whole gradient's norm is
+
+      all-reduce over the world of  ( sum of squares of its tp-split pieces
+                                      + sum of squares of its tp-repeated pieces / tp )
+
+and it decides the step: its root is logged, it clips, and it is not finite exactly when some rank
+overflowed somewhere; then every rank skips and lowers the loss scale, together.  torch's
+clip_grad_norm_ and GradScaler see the dp ranks only: tp ranks would clip and skip apart.
+
+Tests: tests/test_optim.py, tests/test_train_step.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanogeex.config import TrainConfig
+from nanogeex.mesh import Mesh
+from nanogeex.model import Split
+
+
+def lr_at(step: int, config: TrainConfig) -> float:
+    """Learning rate of step 0, 1, ...: linear warm-up, cosine, min_lr from lr_decay_iters on."""
+    if step < config.lr_warmup_iters:
+        return config.lr * (step + 1) / config.lr_warmup_iters
+    if step >= config.lr_decay_iters:
+        return config.min_lr
+    done = (step - config.lr_warmup_iters) / (config.lr_decay_iters - config.lr_warmup_iters)
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass
+class LossScaler:
+    """Keeps fp16 gradients in range (arXiv:1710.03740), by DeepSpeed's rule: `hysteresis` overflows
+    until the scale halves, `window` steps without one until it doubles."""
+
+    scale: float
+    minimum: float
+    window: int
+    hysteresis: int
+    good_steps: int = 0
+    overflows: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.good_steps, self.overflows = 0, self.overflows + 1
+            if self.overflows >= self.hysteresis:
+                self.scale = max(self.scale / 2, self.minimum)
+            return
+        self.good_steps += 1
+        if self.good_steps % self.window == 0:
+            self.scale, self.overflows = self.scale * 2, 0
+
+
+def loss_scaler(config: TrainConfig) -> LossScaler | None:
+    """None where none is needed: fp32 and bf16 have the range."""
+    if config.precision != "fp16":
+        return None
+    return LossScaler(config.initial_loss_scale, config.min_loss_scale, config.loss_scale_window,
+                      config.hysteresis)
+
+
+def adamw(shards: dict[str, Tensor], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over this rank's fp32 pieces; no weight decay on biases and LayerNorms."""
+    plain = [name for name in shards if name.endswith("bias") or "layernorm" in name]
+    decayed = [name for name in shards if name not in plain]
+    groups = [{"params": [shards[name] for name in names], "weight_decay": decay}
+              for names, decay in ((decayed, config.weight_decay), (plain, 0.0))]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_eps, fused=True)
+
+
+@torch.no_grad()
+def gradient_norm(gradients: dict[str, Tensor], table: dict[str, Split], mesh: Mesh) -> float:
+    """Norm of the whole gradient from every rank's pieces of it; the same number on all ranks."""
+    norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()     # one a piece
+    copies = [mesh.tp if table[name].dim is None else 1 for name in gradients]
+    squared = (norms.square() / torch.tensor(copies, device=norms.device)).sum()
+    if mesh.world > 1:
+        dist.all_reduce(squared)                                                    # dp and tp
+    return squared.sqrt().item()
+
+
+@torch.no_grad()
+def optimizer_step(optimizer: torch.optim.Optimizer, shards: dict[str, Tensor],
+                   gradients: dict[str, Tensor], table: dict[str, Split], mesh: Mesh,
+                   unscale: float, clip: float) -> tuple[float, bool]:
+    """Clip and step, or skip if the norm is not finite.  `gradients` times `unscale` is the true
+    one.  Returns its norm before clipping, and whether the step was taken: alike on all ranks."""
+    norm = gradient_norm(gradients, table, mesh) * unscale
+    taken = math.isfinite(norm)
+    if taken:
+        factor = unscale * min(1.0, clip / (norm + 1e-6)) if clip > 0 else unscale
+        torch._foreach_mul_(list(gradients.values()), factor)
+        for name, tensor in shards.items():
+            tensor.grad = gradients[name]
+        optimizer.step()
+        for tensor in shards.values():
+            tensor.grad = None
+    return norm, taken

@@ -1,0 +1,61 @@
+"""What a run says of itself: a log line now and then, one JSON object a step.
+
+Tests: tests/test_report.py.
+"""
+
+import json
+import math
+import resource
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+# Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; more special names first.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12,
+    "A100": 312e12, "A800": 312e12, "V100": 125e12, "L40S": 362e12, "RTX 4090": 165e12,
+}
+
+
+def peak_flops(device: torch.device) -> float:
+    """0 for hardware that the table does not know: a guessed peak would give a made-up MFU."""
+    if device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), 0.0)
+
+
+def memory_gb(device: torch.device) -> float:
+    """The largest so far: what torch allocated on the GPU, or the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def log_line(record: dict, total: int, step_s: float) -> str:
+    """A step's record, with rates over `step_s`, the mean seconds a step since the last line."""
+    speed = record["step_s"] / step_s
+    eta = int((total - record["step"]) * step_s)
+    return " | ".join((
+        f"step {record['step']:>{len(str(total))}}/{total}", f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}", f"grad norm {record['grad_norm']:.3f}",
+        f"scale {record['loss_scale']:g}", f"skipped {record['skipped']}",
+        f"{record['tokens_per_s'] * speed:,.0f} tokens/s", f"mfu {record['mfu'] * speed:.1%}",
+        f"{record['mem_gb']:.2f} GB", f"eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"))
+
+
+def append(metrics: TextIO, record: dict) -> None:
+    """One line of metrics.jsonl.  JSON has no inf and no nan: they become null."""
+    finite = {key: value if not isinstance(value, float) or math.isfinite(value) else None
+              for key, value in record.items()}
+    metrics.write(json.dumps(finite) + "\n")
+    metrics.flush()
+
+
+def read_metrics(path: Path) -> dict[int, dict]:
+    """step -> its record; of a step that ran twice, before and after a resume, the later one."""
+    records = map(json.loads, path.read_text().splitlines())
+    return {record["step"]: record for record in records}

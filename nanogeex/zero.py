@@ -1,0 +1,97 @@
+"""ZeRO-2 (arXiv:1910.02054): what `dp` ranks need not hold dp times.
+
+Adam in mixed precision holds 16 bytes a parameter: 2 for the weight, 2 for its gradient, 12 for the
+fp32 master and two moments.  FSDP2's `fully_shard(reshard_after_forward=False)`, which FSDP1 called
+SHARD_GRAD_OP, leaves on each rank
+
+      at rest       1/dp of the fp32 masters and moments
+      forward       + the weights, gathered block by block in 16 bits, and kept until
+      backward      + one block's gradients, at once reduced to this rank's fp32 1/dp
+
+In a window of several micro-batches the weights are gathered once and the gradients reduced after
+each, so that they stay sharded; the last backward drops the weights:
+
+      [ gather | forward backward reduce | forward backward reduce, drop ]  norm, clip, AdamW
+
+dp = 1 has nothing to shard and is not wrapped.  There a 16-bit copy of the model computes, and its
+gradients are added to the masters': the same arithmetic.
+
+Tests: tests/test_zero.py, tests/test_train_step.py.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from nanogeex.mesh import Mesh
+from nanogeex.model import CodeGeeX, Split
+
+
+def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype) -> nn.Module:
+    """Cut `model`, built on the meta device, over dp and give it memory, not yet filled.  Returns
+    the module that computes, in `dtype`; `model` keeps the fp32 masters."""
+    if mesh.dp > 1:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for module in [*model.layers, model.top_query_layer, model]:    # each gathers as one
+            fully_shard(module, mesh=mesh.dp_mesh(), reshard_after_forward=False, mp_policy=policy)
+    model.to_empty(device=mesh.device)
+    if mesh.dp > 1 or dtype == torch.float32:
+        return model
+    compute = deepcopy(model, memo={id(mesh): mesh}).to(dtype)
+    for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
+        weight.register_post_accumulate_grad_hook(partial(_add_to_master, master))
+    return compute
+
+
+@torch.no_grad()
+def fill(model: CodeGeeX, table: dict[str, Split], mesh: Mesh,
+         source: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+    """Every parameter's piece from `source(name, whole shape)`, which gives whole tensors."""
+    for name, parameter in model.named_parameters():
+        local(parameter).copy_(piece(source(name, table[name].shape), table[name].dim, mesh))
+
+
+def piece(whole: Tensor, dim: int | None, mesh: Mesh) -> Tensor:
+    """What this rank holds of a whole tensor: its tp slice along `dim`, and of that its dp rows."""
+    if dim is not None:
+        whole = whole.chunk(mesh.tp, dim)[mesh.tp_rank]
+    rows = -(-whole.shape[0] // mesh.dp)        # FSDP2's cut: the last ranks hold fewer, or none
+    return whole[mesh.dp_rank * rows:(mesh.dp_rank + 1) * rows]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's piece of what FSDP2 shows as a DTensor: a plain tensor over the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _add_to_master(master: Tensor, weight: Tensor) -> None:
+    gradient, weight.grad = weight.grad.float(), None
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+
+def micro_batch(model: nn.Module, compute: nn.Module, first: bool, last: bool) -> None:
+    """Before each forward of a window: the first gathers weights, the last backward drops them."""
+    if isinstance(compute, FSDPModule):
+        compute.set_reshard_after_backward(last)
+        compute.set_is_last_backward(last)
+    elif first:
+        refresh(model, compute)
+
+
+@torch.no_grad()
+def refresh(model: nn.Module, compute: nn.Module) -> None:
+    """dp = 1: round the masters into the copy that computes."""
+    if compute is not model:
+        torch._foreach_copy_(list(compute.parameters()), list(model.parameters()))
+
+
+def release(compute: nn.Module) -> None:
+    """After forwards without a backward: drop the gathered weights, soon to be stale."""
+    for module in compute.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

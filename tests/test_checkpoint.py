@@ -1,0 +1,75 @@
+"""Saved at one topology, loaded at another: the same whole tensors, moments included."""
+
+import json
+
+import pytest
+import torch
+
+from nanogeex import checkpoint, zero
+from nanogeex.config import UsageError
+from nanogeex.mesh import Mesh
+from nanogeex.optim import adamw
+from tests.ranks import build, on_ranks, small_config
+
+
+def value(name, shape, kind):
+    generator = torch.Generator().manual_seed(len(name) + 1000 * kind)
+    return torch.randn(shape, generator=generator)
+
+
+def fill(shards, optimizer, table, mesh, scale):
+    for name, shard in shards.items():
+        shape, dim = table[name]
+        optimizer.state[shard] = {"step": torch.tensor(7.0 * scale)}
+        for kind, target in enumerate(("weight", *checkpoint.MOMENTS)):
+            piece = zero.piece(value(name, shape, kind), dim, mesh).contiguous() * scale
+            if kind == 0:
+                shard.copy_(piece)
+            else:
+                optimizer.state[shard][target] = piece
+
+
+def save(mesh, folder):
+    _, _, shards, table = build(small_config(), mesh)
+    optimizer = adamw(shards, small_config())
+    fill(shards, optimizer, table, mesh, 1.0)
+    checkpoint.save(folder, dict(step=7), shards, optimizer, table, mesh)
+
+
+def load(mesh, folder, stepped):
+    """Everything equals what was saved, bit for bit."""
+    _, _, shards, table = build(small_config(), mesh)
+    optimizer = adamw(shards, small_config())
+    if stepped:
+        fill(shards, optimizer, table, mesh, 2.0)
+    checkpoint.load(checkpoint.newest(folder), shards, optimizer, table, mesh)
+    for name, shard in shards.items():
+        shape, dim = table[name]
+        held = [shard] + [optimizer.state[shard][moment] for moment in checkpoint.MOMENTS]
+        for kind, tensor in enumerate(held):
+            assert torch.equal(tensor, zero.piece(value(name, shape, kind), dim, mesh)), (name, kind)
+        assert optimizer.state[shard]["step"].item() == 7
+
+
+@pytest.mark.parametrize("world, tp", [(4, 2), (1, 1), (3, 1)])
+def test_any_topology_to_any(tmp_path, world, tp):
+    on_ranks(world, tp, save, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    assert json.loads((tmp_path / "step-00000007/meta.json").read_text())["topology"] == {"dp": world // tp, "tp": tp}
+    load(Mesh(), tmp_path, stepped=False)
+    for its_world, its_tp in ((4, 2), (4, 1), (4, 4), (6, 2), (8, 8)):
+        on_ranks(its_world, its_tp, load, tmp_path, its_world == 4)
+
+
+def test_newest_ignores_what_is_not_whole(tmp_path):
+    assert checkpoint.newest(tmp_path) is None
+    for name, whole in (("step-00000010", True), ("step-00000020", False), ("step-00000030.tmp", True)):
+        (tmp_path / name).mkdir()
+        if whole:
+            (tmp_path / name / "meta.json").write_text("{}")
+    assert checkpoint.newest(tmp_path).name == "step-00000010"
+
+
+def test_unreadable_meta(tmp_path):
+    with pytest.raises(UsageError, match="meta.json cannot be read"):
+        checkpoint.read_meta(tmp_path)

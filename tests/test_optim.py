@@ -1,0 +1,85 @@
+"""Schedule, loss scale, norm: what every rank must agree on."""
+
+import math
+
+import pytest
+import torch
+
+from nanogeex import zero
+from nanogeex.mesh import Mesh
+from nanogeex.model import Split
+from nanogeex.optim import LossScaler, adamw, gradient_norm, lr_at, optimizer_step
+from tests.ranks import on_ranks, small_config
+
+TABLE = {"split0.weight": Split((8, 6), 0), "split1.weight": Split((6, 8), 1), "repeated.weight": Split((5,), None)}
+
+
+def whole_gradients():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, (shape, _) in TABLE.items()}
+
+
+def test_lr_schedule():
+    config = small_config(lr=1.0, min_lr=0.1, lr_warmup_iters=4, lr_decay_iters=14, train_iters=20)
+    assert [lr_at(step, config) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert lr_at(9, config) == pytest.approx(0.55)                      # half of the cosine
+    assert lr_at(14, config) == lr_at(19, config) == 0.1
+    rates = [lr_at(step, config) for step in range(3, 15)]
+    assert rates == sorted(rates, reverse=True)
+    assert lr_at(0, small_config(lr=1.0, lr_warmup_iters=0, lr_decay_iters=5)) == 1.0
+
+
+def test_loss_scale_falls_at_the_second_overflow_and_rises_after_a_window():
+    scaler = LossScaler(scale=2.0**12, minimum=2.0**10, window=3, hysteresis=2)
+    scales = []
+    for overflow in (True, True, True, True, False, False, False, True, True):
+        scaler.update(overflow)
+        scales.append(math.log2(scaler.scale))
+    assert scales == [12, 11, 10, 10, 10, 10, 11, 11, 10]
+
+
+def norms(mesh):
+    pieces = {name: zero.piece(tensor, TABLE[name].dim, mesh) for name, tensor in whole_gradients().items()}
+    return gradient_norm(pieces, TABLE, mesh)
+
+
+@pytest.mark.parametrize("world, tp", [(1, 1), (2, 2), (2, 1), (4, 2), (8, 2), (6, 2)])
+def test_norm_is_that_of_the_whole_gradient(world, tp):
+    expected = torch.cat([tensor.flatten() for tensor in whole_gradients().values()]).norm().item()
+    for norm in on_ranks(world, tp, norms) if world > 1 else [norms(Mesh())]:
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def overflow_on_one_rank(mesh, bad_rank):
+    pieces = {name: zero.piece(tensor, TABLE[name].dim, mesh).clone() for name, tensor in whole_gradients().items()}
+    if mesh.rank == bad_rank:
+        pieces["split1.weight"].view(-1)[0] = math.inf
+    shards = {name: torch.zeros_like(tensor) for name, tensor in pieces.items()}
+    optimizer = adamw(shards, small_config())
+    _, taken = optimizer_step(optimizer, shards, pieces, TABLE, mesh, 1.0, 1.0)
+    return taken, all(shard.eq(0).all().item() for shard in shards.values())
+
+
+def test_overflow_on_one_rank_is_skipped_by_all():
+    assert on_ranks(4, 2, overflow_on_one_rank, 1) == [(False, True)] * 4
+    assert on_ranks(4, 2, overflow_on_one_rank, None) == [(True, False)] * 4
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
+def test_clipping(clip):
+    gradients = whole_gradients()
+    norm = torch.cat([tensor.flatten() for tensor in gradients.values()]).norm().item()
+    shards = {name: torch.zeros_like(tensor) for name, tensor in gradients.items()}
+    sgd = torch.optim.SGD(shards.values(), lr=1.0)              # its update is the gradient itself
+    scaled = {name: tensor * 8 for name, tensor in gradients.items()}
+    reported, _ = optimizer_step(sgd, shards, scaled, TABLE, Mesh(), 1 / 8, clip)
+    update = torch.cat([shard.flatten() for shard in shards.values()]).norm().item()
+    assert reported == pytest.approx(norm, rel=1e-6)
+    assert update == pytest.approx(min(norm, clip) if clip else norm, rel=1e-5)
+
+
+def test_no_weight_decay_on_biases_and_layernorms():
+    names = ["layers.0.mlp.dense_h_to_4h.weight", "layers.0.mlp.dense_h_to_4h.bias", "final_layernorm.weight"]
+    decayed, plain = adamw({name: torch.zeros(2) for name in names}, small_config(weight_decay=0.3)).param_groups
+    assert (len(decayed["params"]), decayed["weight_decay"]) == (1, 0.3)
+    assert (len(plain["params"]), plain["weight_decay"]) == (2, 0.0)

@@ -1,0 +1,32 @@
+"""Log line and metrics."""
+
+import io
+import math
+
+import torch
+
+from nanogeex import report
+
+RECORD = dict(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, loss_scale=4096.0, skipped=1, samples=320, tokens=40960,
+              tokens_per_s=1000.0, step_s=2.0, mem_gb=1.5, mfu=0.25)
+
+
+def test_log_line_has_everything():
+    line = report.log_line(RECORD, 1000, step_s=4.0)                # twice as slow as this step
+    for part in ("step   20/1000", "loss 2.5000", "lr 1.00e-03", "grad norm 0.500", "scale 4096", "skipped 1",
+                 "500 tokens/s", "mfu 12.5%", "1.50 GB", "eta 1:05:20"):
+        assert part in line
+
+
+def test_metrics_are_json_and_the_later_record_of_a_step_counts(tmp_path):
+    file = io.StringIO()
+    for record in (RECORD, RECORD | dict(step=21, grad_norm=math.inf), RECORD | dict(loss=2.0)):
+        report.append(file, record)
+    (tmp_path / "metrics.jsonl").write_text(file.getvalue())
+    records = report.read_metrics(tmp_path / "metrics.jsonl")
+    assert list(records) == [20, 21]
+    assert records[20]["loss"] == 2.0 and records[21]["grad_norm"] is None
+
+
+def test_unknown_hardware_has_no_peak():
+    assert report.peak_flops(torch.device("cpu")) == 0.0

@@ -1,0 +1,117 @@
+"""Whole steps at every topology against one process: losses, norms, gradients and weights."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from nanogeex import zero
+from nanogeex.mesh import Mesh
+from nanogeex.optim import adamw, loss_scaler, optimizer_step
+from nanogeex.samples import Windows, micro_batches, permuted, shares
+from tests.ranks import build, on_ranks, small_config
+
+WINDOWS = torch.randint(0, 320, (64, 17), generator=torch.Generator().manual_seed(3)).numpy()
+
+
+def train(mesh, changes, steps, recompute=False):
+    """Per step: loss, norm, held gradients (unscaled); at the end this rank's weights."""
+    config = small_config(**changes)
+    model, compute, shards, table = build(config, mesh, recompute)
+    optimizer, scaler = adamw(shards, config), loss_scaler(config)
+    history, count = [], config.global_batch_size
+    for step in range(steps):
+        scale = scaler.scale if scaler else 1.0
+        samples = permuted(torch.arange(step * count, (step + 1) * count).numpy(), len(WINDOWS), 1)
+        number = shares(count, mesh.dp, config.micro_batch_size)[1]
+        loss = torch.zeros((), dtype=torch.float64)
+        window = micro_batches(Windows(WINDOWS, 0, 0), samples, mesh.dp, mesh.dp_rank, config.micro_batch_size,
+                               mesh.device)
+        for i, (ids, targets, weights) in enumerate(window):
+            zero.micro_batch(model, compute, i == 0, i == number - 1)
+            part = compute(ids, targets, weights)
+            (part * (scale / config.seq_length)).backward()
+            loss += part.detach()
+        if mesh.dp > 1:
+            torch.distributed.all_reduce(loss, group=mesh.dp_group)
+        tokens = count * config.seq_length
+        unscale = mesh.dp * config.seq_length / (scale * tokens)
+        gradients = {name: zero.local(parameter.grad) for name, parameter in model.named_parameters()}
+        held = {name: gradient * unscale for name, gradient in gradients.items()}
+        norm, taken = optimizer_step(optimizer, shards, gradients, table, mesh, unscale, config.clip_grad)
+        assert taken
+        model.zero_grad()
+        history.append((loss.item() / tokens, norm, held))
+    return history, {name: shard.clone() for name, shard in shards.items()}, table
+
+
+def compare(world, tp, changes, steps, loss, norm, weight, recompute=False):
+    expected, weights, table = train(Mesh(), changes, steps)
+    assert expected[0][1] > 2 * small_config(**changes).clip_grad            # clipping is at work
+    for rank, (history, shards, _) in enumerate(on_ranks(world, tp, train, changes, steps, recompute)):
+        place = Mesh(rank=rank, dp=world // tp, tp=tp)
+        for (its_loss, its_norm, its_gradients), (true_loss, true_norm, gradients) in zip(history, expected):
+            assert its_loss == pytest.approx(true_loss, abs=loss)
+            assert its_norm == pytest.approx(true_norm, rel=norm)
+            for name, gradient in its_gradients.items():                    # Adam would hide a constant factor
+                true = zero.piece(gradients[name], table[name].dim, place)
+                torch.testing.assert_close(gradient, true, rtol=10 * norm, atol=norm, msg=name)
+        for name, shard in shards.items():
+            true = zero.piece(weights[name], table[name].dim, place)
+            torch.testing.assert_close(shard, true, rtol=0, atol=weight, msg=name)
+
+
+@pytest.mark.parametrize("world, tp", [(4, 2), (2, 1), (2, 2), (3, 1), (5, 1)])
+def test_steps_equal_one_process(world, tp):
+    """7 samples in micro-batches of 2: uneven shares, and on 5 data ranks some that have nothing left."""
+    changes = dict(global_batch_size=7, micro_batch_size=2, clip_grad=0.1, lr=1e-3, adam_eps=1e-4)
+    compare(world, tp, changes, 3, loss=2e-5, norm=1e-4, weight=1e-5, recompute=world == 4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("world, tp", [(4, 2), (2, 2)])
+def test_low_precision_steps_equal_one_process(world, tp, precision):
+    changes = dict(global_batch_size=8, micro_batch_size=2, clip_grad=0.1, lr=1e-3, adam_eps=1e-4, precision=precision)
+    compare(world, tp, changes, 3, loss=2e-2, norm=3e-2, weight=2e-3)
+
+
+def test_accumulation_equals_one_large_micro_batch():
+    one, whole = (train(Mesh(), dict(global_batch_size=8, micro_batch_size=size, adam_eps=1e-4), 2) for size in (1, 8))
+    for name in one[1]:
+        torch.testing.assert_close(one[1][name], whole[1][name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_low_precision_is_near_fp32():
+    """And is not fp32 in disguise."""
+    losses = {precision: train(Mesh(), dict(precision=precision), 3)[0][-1][0] for precision in ("fp32", "bf16", "fp16")}
+    for precision in ("bf16", "fp16"):
+        assert 0 < abs(losses[precision] - losses["fp32"]) < 2e-2
+
+
+def count_collectives(mesh, micro):
+    """Gathers and reductions of one window of `micro` micro-batches, and whether gradients stay sharded."""
+    config = small_config()
+    model, compute, _, _ = build(config, mesh)
+    counts, originals = {}, {}
+    names = {"gather": ("all_gather_into_tensor", "all_gather_single"),
+             "reduce": ("reduce_scatter_tensor", "reduce_scatter_single")}
+    for kind, candidates in names.items():
+        counts[kind] = 0
+        for name in filter(lambda name: hasattr(torch.distributed, name), candidates):
+            def counted(*args, _kind=kind, _call=getattr(torch.distributed, name), **kwargs):
+                counts[_kind] += 1
+                return _call(*args, **kwargs)
+            originals[name] = getattr(torch.distributed, name)
+            setattr(torch.distributed, name, counted)
+    for i in range(micro):
+        zero.micro_batch(model, compute, i == 0, i == micro - 1)
+        compute(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long), torch.ones(1)).backward()
+        assert all(p.grad is None or zero.local(p.grad).numel() <= -(-p.numel() // 2) + p.numel() // p.shape[0]
+                   for p in model.parameters())
+    return counts, sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_one_gather_a_window_and_one_reduction_a_micro_batch(micro):
+    counts, groups = on_ranks(2, 1, count_collectives, micro)[0]
+    assert groups == 4                                  # 2 blocks, the top-query block, the root
+    assert counts == {"gather": groups, "reduce": groups * micro}

@@ -1,0 +1,216 @@
+"""Train a CodeGeeX: `python train.py`, or `torchrun --nproc_per_node N train.py --tp T`.
+
+The loop is all there is: a window of micro-batches forward and backward, one number for clipping
+and overflow, AdamW, a line of metrics; now and then an evaluation and a checkpoint.
+"""
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanogeex import checkpoint, data, report, zero
+from nanogeex.config import (
+    DTYPES,
+    ModelConfig,
+    TrainConfig,
+    UsageError,
+    default_precision,
+    parse,
+)
+from nanogeex.mesh import (
+    Mesh,
+    all_reduce_sum,
+    init_mesh,
+    keep_freed_memory,
+    launch,
+    on_rank0,
+    pick_device,
+)
+from nanogeex.model import CodeGeeX, initial_weight, split_table
+from nanogeex.optim import adamw, loss_scaler, lr_at, optimizer_step
+from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares
+
+
+def main(argv: list[str]) -> None:
+    config = parse(TrainConfig, argv, __doc__)
+    device = pick_device(config.device)
+    config.precision = config.precision or default_precision(config, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    mesh = init_mesh(config.tensor_model_parallel_size, device, config.timeout)
+    out, seq_length, batch = Path(config.out), config.seq_length, config.global_batch_size
+
+    # What to start from and what to read: rank 0 finds and makes it, the others wait.
+    start = on_rank0(mesh, "start", lambda: find_start(config))
+    directory = on_rank0(mesh, "data", lambda: prepare(config, resuming=bool(start)))
+    train, val, corpus = open_windows(Path(directory), seq_length, config.padded_vocab_size)
+
+    # The model: built without memory, cut over tp and dp, filled in place.
+    with torch.device("meta"):
+        model = CodeGeeX(config, mesh, config.ln_fp16, config.checkpoint_activations)
+    table = split_table(model)
+    compute = zero.shard(model, mesh, DTYPES[config.precision])
+    shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
+    optimizer, scaler = adamw(shards, config), loss_scaler(config)
+    step, samples, skipped = 0, 0, 0
+    if start:
+        meta = checkpoint.read_meta(Path(start))
+        step, samples, skipped = meta["step"], meta["samples"], meta["skipped"]
+        if scaler and meta["scaler"]:
+            vars(scaler).update(meta["scaler"])
+        checkpoint.load(Path(start), shards, optimizer, table, mesh)
+    else:
+        zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
+
+    def say(line: str) -> None:
+        if mesh.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    def save() -> None:
+        state = {"step": step, "samples": samples, "skipped": skipped,
+                 "scaler": vars(scaler) if scaler else None, "config": asdict(config)}
+        path = checkpoint.save(out / "checkpoints", state, shards, optimizer, table, mesh)
+        say(f"saved {path}")
+
+    bounds, number = shares(batch, mesh.dp, config.micro_batch_size)
+    say(f"{config.num_parameters:,} parameters | dp {mesh.dp} x tp {mesh.tp} | {device.type} "
+        f"{config.precision} | {batch} samples a step, in {number} micro-batches a data rank")
+    if batch % mesh.dp:
+        say(f"note: {batch} samples on {mesh.dp} data ranks: some take {batch // mesh.dp}, some "
+            "one more; the loss is the same, those with fewer wait")
+    if start:
+        say(f"resuming {start} at step {step}{changes(meta['config'], config)}")
+
+    metrics = open(out / "metrics.jsonl", "a" if start else "w") if mesh.rank == 0 else None
+    peak = report.peak_flops(device) * mesh.world
+    logged, saved = (time.perf_counter(), step), step if start else None
+    while step < config.train_iters:
+        began, tokens = time.perf_counter(), batch * seq_length
+        lr = lr_at(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        scale = scaler.scale if scaler else 1.0
+
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        chosen = permuted(np.arange(samples, samples + batch), len(train.ids), config.seed)
+        window = micro_batches(
+            train, chosen, mesh.dp, mesh.dp_rank, config.micro_batch_size, device)
+        for i, (ids, targets, weights) in enumerate(window):
+            zero.micro_batch(model, compute, first=i == 0, last=i == number - 1)
+            part = compute(ids, targets, weights)               # sum over the micro-batch's tokens
+            (part * (scale / seq_length)).backward()            # scaled alike at every topology
+            loss += part.detach()
+
+        # FSDP2 has averaged over dp; undo that and the scale, and divide by the step's tokens.
+        unscale = mesh.dp * seq_length / (scale * tokens)
+        gradients = {name: zero.local(weight.grad) for name, weight in model.named_parameters()}
+        norm, taken = optimizer_step(
+            optimizer, shards, gradients, table, mesh, unscale, config.clip_grad)
+        model.zero_grad()
+        step, samples, skipped = step + 1, samples + batch, skipped + (not taken)
+        if scaler:
+            scaler.update(overflow=not taken)
+
+        loss = all_reduce_sum(loss, mesh.dp_group).item() / tokens
+        seconds = time.perf_counter() - began
+        record = {
+            "step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale,
+            "skipped": skipped, "samples": samples, "tokens": samples * seq_length,
+            "tokens_per_s": tokens / seconds, "step_s": seconds,
+            "mfu": config.flops_per_token() * tokens / seconds / peak if peak else 0.0,
+            "mem_gb": report.memory_gb(device)}
+        if metrics:
+            report.append(metrics, record)
+        if step % config.log_interval == 0 or step == config.train_iters:
+            now = time.perf_counter()
+            say(report.log_line(record, config.train_iters, (now - logged[0]) / (step - logged[1])))
+            logged = now, step
+        if step % config.eval_interval == 0 and step < config.train_iters:
+            result = evaluate(model, compute, val, config, mesh)
+            say(f"step {step} | validation {in_words(result, val)}")
+        if step % config.save_interval == 0:
+            save()
+            saved = step
+
+    if saved != step:
+        save()
+    result = in_words(evaluate(model, compute, val, config, mesh), val)
+    if mesh.rank == 0:
+        gzip = 8 * corpus["gzip_bytes"] / max(1, val.bytes)
+        print(f"step {step} | validation {result} | gzip -9 on the same text: {gzip:.4f}")
+    say(f'next: python infer.py --load {out} --prompt "def main():"')
+
+
+def find_start(config: TrainConfig) -> str | None:
+    """The checkpoint to resume, if any.  Raises UsageError if its model has another shape."""
+    own = checkpoint.newest(Path(config.out) / "checkpoints")
+    if config.resume == "none":
+        if own:
+            raise UsageError(f"--resume none: {own} is there; give another --out, or remove it")
+        return None
+    start = own if config.resume == "auto" else Path(config.resume)
+    if start is None:
+        return None
+    if (start / "checkpoints").is_dir():                        # a run: its newest
+        start = checkpoint.newest(start / "checkpoints") or start
+    saved = checkpoint.read_meta(start)["config"]
+    for field in fields(ModelConfig):
+        mine, its = getattr(config, field.name), saved[field.name]
+        if mine != its:
+            raise UsageError(f"--{field.name.replace('_', '-')} {mine}: the checkpoint {start} has "
+                             f"{its}; give {its}, or another --out")
+    return str(start)
+
+
+def prepare(config: TrainConfig, resuming: bool) -> str:
+    """Make the run directory, its tokenizer and its data; return the data's directory."""
+    out = Path(config.out)
+    try:
+        directory = data.prepare(config.data, out, config.vocab_size, config.num_workers, resuming)
+        (out / "config.json").write_text(json.dumps(asdict(config), indent=1))
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error}; give a directory that can be written") from None
+    return str(directory)
+
+
+def changes(before: dict, config: TrainConfig) -> str:
+    """What differs from the run that is resumed, in words."""
+    now = asdict(config)
+    names = [name for name in now if now[name] != before[name] and name not in ("out", "resume")]
+    return "".join(f", --{name.replace('_', '-')} {now[name]} (was {before[name]})"
+                   for name in names)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, compute: nn.Module, val: Windows, config: TrainConfig,
+             mesh: Mesh) -> float:
+    """Mean loss a token over the first --eval-iters global batches of validation windows, shared by
+    the data ranks; nan where there is no window."""
+    count = min(len(val.ids), config.eval_iters * config.global_batch_size)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if count == 0:
+        return math.nan
+    zero.refresh(model, compute)
+    for ids, targets, weights in micro_batches(val, np.arange(count), mesh.dp, mesh.dp_rank,
+                                               config.micro_batch_size, mesh.device):
+        total += compute(ids, targets, weights)
+    zero.release(compute)
+    return all_reduce_sum(total, mesh.dp_group).item() / (count * config.seq_length)
+
+
+def in_words(loss: float, val: Windows) -> str:
+    if math.isnan(loss):
+        return "none, its text is shorter than one sample"
+    bits = loss / math.log(2) * val.tokens / val.bytes
+    return f"loss {loss:.4f}, bits per byte {bits:.4f}"
+
+
+if __name__ == "__main__":
+    launch(main)
