@@ -47,10 +47,15 @@ def main(argv: list[str]) -> None:
     mesh = init_mesh(config.tensor_model_parallel_size, device, config.timeout)
     out, seq_length, batch = Path(config.out), config.seq_length, config.global_batch_size
 
+    def say(line: str) -> None:
+        if mesh.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
     # What to start from and what to read: rank 0 finds and makes it, the others wait.
     start = on_rank0(mesh, "start", lambda: find_start(config))
     directory = on_rank0(mesh, "data", lambda: prepare(config, resuming=bool(start)))
     train, val, corpus = open_windows(Path(directory), seq_length, config.padded_vocab_size)
+    say(data.table(corpus))
 
     # The model: built without memory, cut over tp and dp, filled in place.
     with torch.device("meta"):
@@ -68,10 +73,6 @@ def main(argv: list[str]) -> None:
         checkpoint.load(Path(start), shards, optimizer, table, mesh)
     else:
         zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
-
-    def say(line: str) -> None:
-        if mesh.rank == 0:
-            print(line, file=sys.stderr, flush=True)
 
     def save() -> None:
         state = {"step": step, "samples": samples, "skipped": skipped,

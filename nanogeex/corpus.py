@@ -48,7 +48,6 @@ BY_NAME = {name.lower(): name for name in LANGUAGES} | {"cpp": "C++", "csharp": 
 
 SMALLEST, LARGEST = 1024, 100 * 1024            # bytes of a document
 UNIT_BYTES = 1 << 20                            # of work that a process gets at a time
-EMBEDDED_HEADER_BYTES = 6 << 20                 # of C++ headers in the default corpus, unfiltered
 _GENERATED = re.compile(
     r"@generated|do not edit|auto-?generated|generated (by|from|with|automatically)", re.IGNORECASE)
 
@@ -77,19 +76,13 @@ def language_line(language: str) -> str:
 
 def embedded_files() -> list[str]:
     """The default corpus, read in place: the running Python's library without its tests (which not
-    every machine has, and which repeat themselves), and a fixed choice of torch's C++ headers."""
+    every machine has, and which repeat themselves), and the headers of torch's own compiler."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    headers = Path(torch.__file__).parent / "include"
+    headers = Path(torch.__file__).parent / "include/torch/csrc/jit"
     tests = {"test", "tests", "idle_test"}
     python = [path for path in walk(library)
               if path.endswith(".py") and not tests & set(Path(path).relative_to(library).parts)]
-    cpp = [path for path in walk(headers) if _language(path) in ("C++", "Cuda")]
-    cpp.sort(key=lambda path: zlib.crc32(os.path.relpath(path, headers).encode()))
-    chosen, size = [], 0
-    while cpp and size < EMBEDDED_HEADER_BYTES:
-        chosen.append(cpp.pop())
-        size += os.path.getsize(chosen[-1])
-    return python + sorted(chosen)
+    return python + [path for path in walk(headers) if path.endswith(".h")]
 
 
 def walk(root: Path) -> Iterator[str]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
+import signal
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -62,7 +62,6 @@ def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: 
     made = {"made_from": wanted, "tokenizer": _digest(model_path)}
     meta = made | _encode(files, CodeTokenizer.load(model_path), scan, directory, workers)
     _write(meta_path, json.dumps(meta, indent=1).encode())
-    print(table(meta), file=sys.stderr, flush=True)
     return directory
 
 
@@ -171,8 +170,9 @@ def _encode_unit(encoder: CodeTokenizer, dtype: np.dtype, last_validation: bytes
 
 def _in_parallel(work: Callable, units: Iterator, workers: int, what: str) -> Iterator:
     """map(work, units), in order, on `workers` processes; few results wait at a time."""
+    ignore_interrupts = (signal.signal, (signal.SIGINT, signal.SIG_IGN))     # Ctrl-C is rank 0's
     with (tqdm(desc=what, unit=" MB", disable=None, leave=False) as bar,
-          multiprocessing.get_context("fork").Pool(workers) as pool):
+          multiprocessing.get_context("fork").Pool(workers, *ignore_interrupts) as pool):
         pending: deque = deque()
         for unit in units:
             pending.append(pool.apply_async(work, (unit,)))

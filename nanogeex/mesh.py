@@ -146,8 +146,8 @@ def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup | None) -> tor
 
 def launch(main: Callable[[list[str]], None]) -> None:
     """Run an entry point.  Exit code 0: done; 2: a user's mistake, one line, from rank 0; 1: any
-    other failure, its traceback from the rank that had it; 130: Ctrl-C.  A process that fails leaves at
-    once and without teardown: no collective that waits for a dead peer can keep it here."""
+    other failure, its traceback from the rank that had it; 130: Ctrl-C.  A process that fails
+    leaves at once, without teardown: no collective that waits for a dead peer can keep it here."""
     code, rank = 1, int(os.environ.get("RANK", 0))
     try:
         main(sys.argv[1:])

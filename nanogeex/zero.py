@@ -16,7 +16,7 @@ each, so that they stay sharded; the last backward drops the weights:
 dp = 1 has nothing to shard and is not wrapped.  There a 16-bit copy of the model computes, and its
 gradients are added to the masters': the same arithmetic.
 
-Tests: tests/test_zero.py, tests/test_train_step.py.
+Tests: tests/test_train_step.py.
 """
 
 from collections.abc import Callable

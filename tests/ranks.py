@@ -31,10 +31,11 @@ def _child(rank: int, world: int, tp: int, folder: str, work: Callable, args: tu
 
 
 def on_ranks(world: int, tp: int, work: Callable, *args) -> list:
-    """[work(mesh, *args) of rank 0, of rank 1, ...]; raises if a rank fails or takes two minutes."""
+    """[work(mesh, *args) of rank 0, of rank 1, ...]; raises if one fails or takes two minutes."""
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.get_context("fork")
-        children = [context.Process(target=_child, args=(rank, world, tp, folder, work, args)) for rank in range(world)]
+        children = [context.Process(target=_child, args=(rank, world, tp, folder, work, args))
+                    for rank in range(world)]
         for child in children:
             child.start()
         deadline = time.monotonic() + 120
@@ -47,7 +48,8 @@ def on_ranks(world: int, tp: int, work: Callable, *args) -> list:
         for child in children:
             child.kill()
             child.join()
-        errors = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(Path(folder).glob("*.error"))]
+        errors = [f"rank {path.stem}:\n{path.read_text()}"
+                  for path in sorted(Path(folder).glob("*.error"))]
         assert not errors, "\n".join(errors)
         assert not late, f"ranks {late} hang"
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
@@ -55,18 +57,21 @@ def on_ranks(world: int, tp: int, work: Callable, *args) -> list:
 
 def small_config(**changes) -> TrainConfig:
     """Large enough that tp 8 and dp 4 cut it, small enough for a test."""
-    return TrainConfig(**dict(num_layers=2, hidden_size=32, num_attention_heads=8, seq_length=16, vocab_size=320,
-                              make_vocab_size_divisible_by=64, precision="fp32") | changes)
+    return TrainConfig(**dict(
+        num_layers=2, hidden_size=32, num_attention_heads=8, seq_length=16, vocab_size=320,
+        make_vocab_size_divisible_by=64, precision="fp32") | changes)
 
 
-def build(config: TrainConfig, mesh: Mesh, recompute: bool = False) -> tuple[CodeGeeX, nn.Module, dict, dict]:
+def build(config: TrainConfig, mesh: Mesh,
+          recompute: bool = False) -> tuple[CodeGeeX, nn.Module, dict, dict]:
     """model, the module that computes, this rank's pieces, the split table."""
     with torch.device("meta"):
         model = CodeGeeX(config, mesh, config.ln_fp16, recompute)
     table = split_table(model)
     compute = zero.shard(model, mesh, DTYPES[config.precision])
     zero.fill(model, table, mesh, lambda name, shape: random_weight(name, shape, config))
-    return model, compute, {name: zero.local(p.detach()) for name, p in model.named_parameters()}, table
+    shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
+    return model, compute, shards, table
 
 
 def random_weight(name: str, shape: tuple[int, ...], config: TrainConfig) -> torch.Tensor:

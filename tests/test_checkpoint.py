@@ -47,7 +47,8 @@ def load(mesh, folder, stepped):
         shape, dim = table[name]
         held = [shard] + [optimizer.state[shard][moment] for moment in checkpoint.MOMENTS]
         for kind, tensor in enumerate(held):
-            assert torch.equal(tensor, zero.piece(value(name, shape, kind), dim, mesh)), (name, kind)
+            true = zero.piece(value(name, shape, kind), dim, mesh)
+            assert torch.equal(tensor, true), (name, kind)
         assert optimizer.state[shard]["step"].item() == 7
 
 
@@ -55,7 +56,8 @@ def load(mesh, folder, stepped):
 def test_any_topology_to_any(tmp_path, world, tp):
     on_ranks(world, tp, save, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    assert json.loads((tmp_path / "step-00000007/meta.json").read_text())["topology"] == {"dp": world // tp, "tp": tp}
+    meta = json.loads((tmp_path / "step-00000007/meta.json").read_text())
+    assert meta["topology"] == {"dp": world // tp, "tp": tp}
     load(Mesh(), tmp_path, stepped=False)
     for its_world, its_tp in ((4, 2), (4, 1), (4, 4), (6, 2), (8, 8)):
         on_ranks(its_world, its_tp, load, tmp_path, its_world == 4)
@@ -63,7 +65,8 @@ def test_any_topology_to_any(tmp_path, world, tp):
 
 def test_newest_ignores_what_is_not_whole(tmp_path):
     assert checkpoint.newest(tmp_path) is None
-    for name, whole in (("step-00000010", True), ("step-00000020", False), ("step-00000030.tmp", True)):
+    for name, whole in (("step-00000010", True), ("step-00000020", False),
+                        ("step-00000030.tmp", True)):
         (tmp_path / name).mkdir()
         if whole:
             (tmp_path / name / "meta.json").write_text("{}")

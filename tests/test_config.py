@@ -14,7 +14,8 @@ def test_defaults_then_preset_then_flags():
     assert train().hidden_size == 128
     assert train("--preset", "125m").hidden_size == 768
     config = train("--preset", "codegeex-13b", "--hidden-size", "2560", "--tp", "8")
-    assert (config.hidden_size, config.num_layers, config.tensor_model_parallel_size) == (2560, 39, 8)
+    assert config.hidden_size == 2560 and config.num_layers == 39
+    assert config.tensor_model_parallel_size == 8
     assert config.padded_vocab_size == 52224
 
 
@@ -58,9 +59,11 @@ def test_default_precision(monkeypatch):
     ("--preset huge", "--preset huge: unknown; choose one of tiny, 125m, codegeex-13b"),
     ("--precision fp8", "--precision fp8: unknown; choose one of fp32, bf16, fp16"),
     ("--min-lr 1", "--min-lr 1.0: above --lr"),
-    ("--tp 3", "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8; choose one of 1, 2, 4, 8"),
+    ("--tp 3", "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8; "
+     "choose one of 1, 2, 4, 8"),
     ("--tp 8 --seq-length 100", "does not divide --seq-length 100; choose one of 1, 2, 4"),
-    ("--tp 8 --make-vocab-size-divisible-by 1 --vocab-size 4100", "does not divide the padded vocabulary 4100"),
+    ("--tp 8 --make-vocab-size-divisible-by 1 --vocab-size 4100",
+     "does not divide the padded vocabulary 4100"),
     ("--hidden-size 100", "--hidden-size 100: not a multiple of --num-attention-heads 8")])
 def test_mistakes_are_one_line_with_field_value_and_remedy(argv, says):
     with pytest.raises(UsageError) as mistake:

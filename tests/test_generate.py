@@ -27,7 +27,8 @@ def test_greedy_equals_whole_forwards_to_the_end_of_the_context():
     assert continued(Mesh(), Sampling()) == without_cache(12)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 50, 0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 50, 0.9)],
+                         ids=["greedy", "sampled"])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_same_ids_at_every_tp(tp, sampling):
     expected = continued(Mesh(), sampling)
@@ -60,15 +61,18 @@ def chosen(sampling, count=300):
 
 
 def test_sampling():
-    assert set(chosen(Sampling())) == set(chosen(Sampling(1.0, 1))) == set(chosen(Sampling(1.0, 0, 1e-9))) == {1}
+    for likeliest in (Sampling(), Sampling(1.0, 1), Sampling(1.0, 0, 1e-9), Sampling(1e-9)):
+        assert set(chosen(likeliest)) == {1}
     assert set(chosen(Sampling(1.0, 2))) == {1, 2}
     assert set(chosen(Sampling(1.0, 0, 0.85))) == {0, 1, 2}         # 0.5 + 0.3 < 0.85
-    assert set(chosen(Sampling(1.0, 10**6, 0.0))) == set(chosen(Sampling(1.0, 0, 1.0))) == {0, 1, 2, 3, 4}
+    for off in (Sampling(1.0, 10**6, 0.0), Sampling(1.0, 0, 1.0)):
+        assert set(chosen(off)) == {0, 1, 2, 3, 4}
     assert chosen(Sampling(1.0)).count(1) == pytest.approx(150, abs=40)
     assert chosen(Sampling(0.1)).count(1) > 295
 
 
-@pytest.mark.parametrize("text", ["def f(x):\n    return '中文 é 😀' # \u2581 \ue000\n", "\ufffd\ue000"])
+@pytest.mark.parametrize("text", ["def f(x):\n    return '中文 é 😀' # \u2581 \ue000\n",
+                                  "\ufffd\ue000"])
 def test_stream_shows_whole_characters_and_all_of_the_text(text):
     tokenizer = TOKENIZERS[0]
     prompt = tokenizer.encode("# ")

@@ -1,4 +1,4 @@
-"""The model against a plain reference written from the paper's description, and its shares against itself."""
+"""The model against a plain reference, and its tp shares against the model."""
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ def reference(config, weight, ids):
         return x @ weight[name + ".weight"].T + weight[name + ".bias"]
 
     def layernorm(x, name):
-        normal = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        variance = x.var(-1, correction=0, keepdim=True)
+        normal = (x - x.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt()
         return normal * weight[name + ".weight"] + weight[name + ".bias"]
 
     def block(x, name, query=None):
@@ -39,7 +40,7 @@ def reference(config, weight, ids):
     for layer in range(config.num_layers):
         x = block(x, f"layers.{layer}")
     query = weight["top_query_embeddings.weight"][positions].expand_as(x)       # un-normalised
-    x = block(layernorm(x, "final_layernorm"), "top_query_layer", query)        # its input is its residual
+    x = block(layernorm(x, "final_layernorm"), "top_query_layer", query)    # also its residual
     return x @ weight["word_embeddings.weight"].T
 
 
@@ -55,7 +56,8 @@ def loss_and_gradients(mesh, recompute):
 def test_logits_loss_and_gradients_equal_the_reference():
     config = small_config()
     model, _, _, table = build(config, Mesh())
-    weight = {name: random_weight(name, shape, config).requires_grad_() for name, (shape, _) in table.items()}
+    weight = {name: random_weight(name, shape, config).requires_grad_()
+              for name, (shape, _) in table.items()}
     ids, targets = batch(config, 3)
     logits = reference(config, weight, ids)
     torch.testing.assert_close(model(ids), logits, rtol=1e-4, atol=1e-4)
@@ -73,7 +75,8 @@ def test_logits_loss_and_gradients_equal_the_reference():
 def test_shares_equal_the_whole(tp, recompute):
     loss, gradients = loss_and_gradients(Mesh(), recompute=False)
     table = build(small_config(), Mesh())[3]
-    for rank, (its_loss, its_gradients) in enumerate(on_ranks(tp, tp, loss_and_gradients, recompute)):
+    ranks = on_ranks(tp, tp, loss_and_gradients, recompute)
+    for rank, (its_loss, its_gradients) in enumerate(ranks):
         assert its_loss == pytest.approx(loss, rel=1e-6)
         for name, gradient in its_gradients.items():
             expected = piece(gradients[name], table[name].dim, Mesh(rank=rank, tp=tp))
@@ -81,9 +84,11 @@ def test_shares_equal_the_whole(tp, recompute):
 
 
 def test_recompute_gives_the_same_gradients():
-    assert loss_and_gradients(Mesh(), True)[0] == loss_and_gradients(Mesh(), False)[0]
-    for (name, a), b in zip(loss_and_gradients(Mesh(), True)[1].items(), loss_and_gradients(Mesh(), False)[1].values()):
-        assert torch.equal(a, b), name
+    loss, gradients = loss_and_gradients(Mesh(), recompute=False)
+    its_loss, its_gradients = loss_and_gradients(Mesh(), recompute=True)
+    assert its_loss == loss
+    for name, gradient in its_gradients.items():
+        assert torch.equal(gradient, gradients[name]), name
 
 
 def test_cached_forward_equals_whole_forward():
@@ -93,7 +98,8 @@ def test_cached_forward_equals_whole_forward():
     whole = model(ids)
     cache = model.empty_cache(3, config.seq_length, torch.float32)
     with torch.no_grad():
-        parts = [model(ids[:, a:b], cache=cache, start=a) for a, b in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 16))]
+        parts = [model(ids[:, start:stop], cache=cache, start=start)
+                 for start, stop in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 16))]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
 
 

@@ -11,7 +11,8 @@ from nanogeex.model import Split
 from nanogeex.optim import LossScaler, adamw, gradient_norm, lr_at, optimizer_step
 from tests.ranks import on_ranks, small_config
 
-TABLE = {"split0.weight": Split((8, 6), 0), "split1.weight": Split((6, 8), 1), "repeated.weight": Split((5,), None)}
+TABLE = {"split0.weight": Split((8, 6), 0), "split1.weight": Split((6, 8), 1),
+         "repeated.weight": Split((5,), None)}
 
 
 def whole_gradients():
@@ -38,9 +39,13 @@ def test_loss_scale_falls_at_the_second_overflow_and_rises_after_a_window():
     assert scales == [12, 11, 10, 10, 10, 10, 11, 11, 10]
 
 
+def pieces(mesh):
+    return {name: zero.piece(tensor, TABLE[name].dim, mesh).clone()
+            for name, tensor in whole_gradients().items()}
+
+
 def norms(mesh):
-    pieces = {name: zero.piece(tensor, TABLE[name].dim, mesh) for name, tensor in whole_gradients().items()}
-    return gradient_norm(pieces, TABLE, mesh)
+    return gradient_norm(pieces(mesh), TABLE, mesh)
 
 
 @pytest.mark.parametrize("world, tp", [(1, 1), (2, 2), (2, 1), (4, 2), (8, 2), (6, 2)])
@@ -51,12 +56,12 @@ def test_norm_is_that_of_the_whole_gradient(world, tp):
 
 
 def overflow_on_one_rank(mesh, bad_rank):
-    pieces = {name: zero.piece(tensor, TABLE[name].dim, mesh).clone() for name, tensor in whole_gradients().items()}
+    gradients = pieces(mesh)
     if mesh.rank == bad_rank:
-        pieces["split1.weight"].view(-1)[0] = math.inf
-    shards = {name: torch.zeros_like(tensor) for name, tensor in pieces.items()}
+        gradients["split1.weight"].view(-1)[0] = math.inf
+    shards = {name: torch.zeros_like(tensor) for name, tensor in gradients.items()}
     optimizer = adamw(shards, small_config())
-    _, taken = optimizer_step(optimizer, shards, pieces, TABLE, mesh, 1.0, 1.0)
+    _, taken = optimizer_step(optimizer, shards, gradients, TABLE, mesh, 1.0, 1.0)
     return taken, all(shard.eq(0).all().item() for shard in shards.values())
 
 
@@ -79,7 +84,9 @@ def test_clipping(clip):
 
 
 def test_no_weight_decay_on_biases_and_layernorms():
-    names = ["layers.0.mlp.dense_h_to_4h.weight", "layers.0.mlp.dense_h_to_4h.bias", "final_layernorm.weight"]
-    decayed, plain = adamw({name: torch.zeros(2) for name in names}, small_config(weight_decay=0.3)).param_groups
+    names = ["layers.0.mlp.dense_h_to_4h.weight", "layers.0.mlp.dense_h_to_4h.bias",
+             "final_layernorm.weight"]
+    optimizer = adamw({name: torch.zeros(2) for name in names}, small_config(weight_decay=0.3))
+    decayed, plain = optimizer.param_groups
     assert (len(decayed["params"]), decayed["weight_decay"]) == (1, 0.3)
     assert (len(plain["params"]), plain["weight_decay"]) == (2, 0.0)

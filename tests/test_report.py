@@ -7,14 +7,14 @@ import torch
 
 from nanogeex import report
 
-RECORD = dict(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, loss_scale=4096.0, skipped=1, samples=320, tokens=40960,
-              tokens_per_s=1000.0, step_s=2.0, mem_gb=1.5, mfu=0.25)
+RECORD = dict(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, loss_scale=4096.0, skipped=1, samples=320,
+              tokens=40960, tokens_per_s=1000.0, step_s=2.0, mem_gb=1.5, mfu=0.25)
 
 
 def test_log_line_has_everything():
     line = report.log_line(RECORD, 1000, step_s=4.0)                # twice as slow as this step
-    for part in ("step   20/1000", "loss 2.5000", "lr 1.00e-03", "grad norm 0.500", "scale 4096", "skipped 1",
-                 "500 tokens/s", "mfu 12.5%", "1.50 GB", "eta 1:05:20"):
+    for part in ("step   20/1000", "loss 2.5000", "lr 1.00e-03", "grad norm 0.500", "scale 4096",
+                 "skipped 1", "500 tokens/s", "mfu 12.5%", "1.50 GB", "eta 1:05:20"):
         assert part in line
 
 

@@ -22,7 +22,7 @@ def test_each_epoch_is_a_permutation(n, seed, epoch):
 def test_order_depends_on_seed_and_epoch_alone():
     n = 1000
     first = permuted(np.arange(n), n, 1)
-    assert (permuted(np.arange(300, 400), n, 1) == first[300:400]).all()        # whatever was asked before
+    assert (permuted(np.arange(300, 400), n, 1) == first[300:400]).all()
     assert (permuted(np.arange(n), n, 2) != first).mean() > 0.99
     assert (permuted(np.arange(n, 2 * n), n, 1) != first).mean() > 0.99
 
@@ -42,7 +42,8 @@ def test_shares_differ_by_one_and_micro_batches_fit(count, dp, size):
     assert (number - 1) * size < mine.max() <= number * size
 
 
-@pytest.mark.parametrize("count, dp, size", [(560, 192, 10), (7, 3, 2), (7, 5, 1), (2, 4, 16), (16, 1, 16)])
+@pytest.mark.parametrize("count, dp, size", [(560, 192, 10), (7, 3, 2), (7, 5, 1), (2, 4, 16),
+                                             (16, 1, 16)])
 def test_every_sample_once_and_as_many_micro_batches_on_every_rank(count, dp, size):
     windows = Windows(np.arange(1000 * 5, dtype=np.uint16).reshape(1000, 5), 0, 0)
     samples = permuted(np.arange(count), 1000, 1)
@@ -60,8 +61,9 @@ def test_every_sample_once_and_as_many_micro_batches_on_every_rank(count, dp, si
 def prepared(folder, train, **meta):
     for split, tokens in (("train", train), ("val", 3)):
         np.arange(tokens, dtype=np.uint16).tofile(folder / f"{split}.bin")
-    (folder / "meta.json").write_text(json.dumps(dict(
-        dtype="uint16", vocab_size=300, train=dict(tokens=train, bytes=9), val=dict(tokens=3, bytes=9)) | meta))
+    whole = dict(dtype="uint16", vocab_size=300, train=dict(tokens=train, bytes=9),
+                 val=dict(tokens=3, bytes=9))
+    (folder / "meta.json").write_text(json.dumps(whole | meta))
     return folder
 
 
@@ -72,7 +74,7 @@ def test_windows_overlap_by_the_one_token_that_is_target_only(tmp_path):
 
 
 @pytest.mark.parametrize("train, meta, says", [
-    (5, {}, "5 tokens of training text, fewer than one sequence of --seq-length 5"),
+    (5, {}, "5 tokens of training text, fewer than one sample of --seq-length 5"),
     (20, dict(vocab_size=500), "give --vocab-size 500"),
     (20, dict(dtype="uint32"), "not the 20 uint32 ids")])
 def test_unusable_files_are_refused(tmp_path, train, meta, says):

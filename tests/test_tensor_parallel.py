@@ -5,8 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from nanogeex import zero
-from nanogeex.tensor_parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, copy_to_tp,
-                                      vocab_parallel_cross_entropy)
+from nanogeex.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tp,
+    vocab_parallel_cross_entropy,
+)
 from tests.ranks import on_ranks
 
 B, T, H, OUT, V = 3, 5, 16, 24, 40

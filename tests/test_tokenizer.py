@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from nanogeex.config import UsageError
 from nanogeex.tokenizer import END_OF_DOCUMENT, CodeTokenizer, train
 
-CODE = ["def main():\n    for i in range(10):\n        print(i)\n\n\nif __name__ == '__main__':\n    main()\n" * 20,
+CODE = ["def main():\n    for i in range(10):\n        print(i)\n\n\nif __name__ == 'main':\n" * 20,
         "class A:\n\tdef f(self):\n\t\treturn {'a': 1}\n" * 20]
-TOKENIZERS = [CodeTokenizer(train(corpus, 400)) for corpus in (CODE, ["x" * 2000], ["\u2581\ue000" * 500])]
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text("ab \n\t\r\u2581\ue000\ue00101\0", max_size=60)
+TOKENIZERS = [CodeTokenizer(train(corpus, 400))
+              for corpus in (CODE, ["x" * 2000], ["\u2581\ue000" * 500])]
+TEXTS = (st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+         | st.text("ab \n\t\r\u2581\ue000\ue00101\0", max_size=60))
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["code", "no blank", "only escapes"])

@@ -1,0 +1,85 @@
+"""Bad input: one line that names field, value and remedy, exit code 2; on one rank and on four."""
+
+import pytest
+
+from tests.programs import run
+from tests.test_data import source
+
+CASES = {
+    "tp": (["--tp", "3"], "--tensor-model-parallel-size 3: does not divide"),
+    "flag": (["--hiden-size", "64"], "--hiden-size: no such flag"),
+    "preset": (["--preset", "huge"], "--preset huge: unknown"),
+    "missing": (["--data", "nowhere"], "--data nowhere: no such file or folder"),
+    "unusable": (["--data", "empty"], "--data empty: no usable document in 1 files (1 under 1 KB)"),
+    "short": (["--data", "short", "--seq-length", "4096", "--vocab-size", "400"], "fewer than one"),
+    "seq_length": (["--seq-length", "0"], "--seq-length 0: must be 1 or more"),
+    "lr": (["--lr", "-1"], "--lr -1.0: must be above 0"),
+    "batch": (["--global-batch-size", "0"], "--global-batch-size 0: must be 1 or more"),
+    "shape": (["--data", "short", "--resume", "run", "--hidden-size", "128"],
+              "--hidden-size 128: the checkpoint run/checkpoints/step-00000000 has 64; give 64"),
+    "resume none": (["--data", "short", "--out", "run", "--resume", "none"],
+                    "--resume none: run/checkpoints/step-00000000 is there"),
+    "resume": (["--data", "short", "--resume", "nowhere"], "nowhere: its meta.json cannot be read"),
+    "out": (["--data", "short", "--out", "short/0.py"], "--out short/0.py: "),
+}
+SMALL = ["--seq-length", "32", "--vocab-size", "400"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("errors")
+    (folder / "empty").mkdir()
+    (folder / "empty/a.py").write_text("x = 1\n")
+    (folder / "short").mkdir()
+    for number in range(2):
+        (folder / f"short/{number}.py").write_text(source(number))
+    run("train.py", *SMALL, "--data", "short", "--hidden-size", "64", "--train-iters", "0",
+        "--out", "run", cwd=folder)
+    return folder
+
+
+def check(ended, says, program="train.py"):
+    assert ended.returncode != 0 and ended.stdout == ""
+    lines = [line for line in ended.stderr.splitlines() if line.startswith(f"{program}: ")]
+    assert len(lines) == 1 and says in lines[0], ended.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_train_in_one_process(folder, name):
+    argv, says = CASES[name]
+    small = SMALL if name in ("shape", "resume none") else []
+    ended = run("train.py", *small, *argv, cwd=folder, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == check(ended, says) + "\n"
+
+
+@pytest.mark.parametrize("name", ["tp", "missing", "short", "shape"])
+def test_train_on_four(folder, name):
+    argv, says = CASES[name]
+    small = SMALL if name == "shape" else []
+    check(run("train.py", *small, *argv, ranks=4, cwd=folder, check=False), says)
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--load", "nowhere"], "--load nowhere: no run with a checkpoint"),
+    (["--load", "run", "--prompt", "x" * 200], "tokens, the context holds 32; shorten it to 31"),
+    (["--load", "run", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+    (["--load", "run", "--top-p", "2"], "--top-p 2.0: must be 1 or less"),
+    (["--load", "run", "--tp", "2"], "--tensor-model-parallel-size 2: all 1 ranks")])
+def test_infer(folder, argv, says):
+    ended = run("infer.py", *argv, cwd=folder, check=False)
+    assert ended.returncode == 2
+    check(ended, says, "infer.py")
+
+
+def test_infer_on_two(folder):
+    argv = ["--load", "run", "--prompt", "x" * 200]
+    ended = run("infer.py", *argv, ranks=2, cwd=folder, check=False)
+    check(ended, "the context holds 32", "infer.py")
+
+
+def test_infer_input_that_is_not_text(folder):
+    ended = run("infer.py", "--load", "run", cwd=folder, check=False, input="caf\udce9",
+                encoding="utf-8", errors="surrogateescape")
+    check(ended, "--prompt: not UTF-8", "infer.py")

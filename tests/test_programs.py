@@ -1,0 +1,111 @@
+"""train.py and infer.py end to end: the same curve everywhere, exact resume, text out."""
+
+import json
+
+import pytest
+
+from tests.programs import metrics, run
+from tests.test_data import source
+
+SMALL = ["--precision", "fp32", "--num-workers", "1", "--vocab-size", "400", "--hidden-size", "64",
+         "--seq-length", "64", "--global-batch-size", "7", "--micro-batch-size", "2",
+         "--lr-decay-iters", "12", "--log-interval", "4", "--eval-interval", "6"]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run of 12 steps in one process that saved at step 6: its folder, data, what it said."""
+    folder = tmp_path_factory.mktemp("one")
+    (folder / "source").mkdir()
+    for number in range(30):
+        (folder / f"source/{number}.py").write_text(source(number))
+    data = ["--data", folder / "source"]
+    ended = run("train.py", *SMALL, *data, "--out", folder / "out", "--train-iters", 12,
+                "--save-interval", 6)
+    return folder / "out", data, ended
+
+
+def same(actual, expected, steps, tolerance=1e-4):
+    assert sorted(actual) == list(steps)
+    for step in steps:
+        for key in ("loss", "grad_norm", "lr", "samples", "tokens", "loss_scale", "skipped"):
+            mine, true = actual[step][key], expected[step][key]
+            if true is not None:                    # the norm of a step that overflowed
+                true = pytest.approx(true, rel=tolerance)
+            assert mine == true, (step, key)
+
+
+def test_what_a_run_leaves_and_says(one):
+    out, _, ended = one
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if "distcp" not in path.name}
+    assert names >= {"config.json", "tokenizer.model", "metrics.jsonl", "data/train.bin",
+                     "data/val.bin", "data/meta.json", "checkpoints/step-00000006/meta.json",
+                     "checkpoints/step-00000012/meta.json"}
+    assert set(metrics(out)[1]) == {
+        "step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "samples", "tokens",
+        "tokens_per_s", "mfu", "step_s", "mem_gb"}
+    assert json.loads((out / "config.json").read_text())["hidden_size"] == 64
+    for part in ("Python", "step  4/12 | loss", "step 6 | validation loss", "saved", "eta 0:00:00"):
+        assert part in ended.stderr
+    assert ended.stdout.startswith("step 12 | validation loss") and ended.stdout.count("\n") == 1
+    assert "bits per byte" in ended.stdout and "gzip -9" in ended.stdout
+    assert metrics(out)[12]["loss"] < metrics(out)[1]["loss"] - 0.2
+    assert "Warning" not in ended.stderr
+
+
+@pytest.mark.parametrize("ranks, tp", [(4, 2), (8, 8), (3, 1)])
+def test_same_curve_at_every_topology(one, tmp_path, ranks, tp):
+    out, data, _ = one
+    run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 12, "--tp", tp, ranks=ranks)
+    same(metrics(tmp_path), metrics(out), range(1, 13))
+
+
+@pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 2), (3, 1)])
+def test_resume_is_exact_at_any_topology(one, tmp_path, ranks, tp):
+    out, data, _ = one
+    argv = [*SMALL, *data, "--out", tmp_path, "--tp", tp]
+    run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 7)
+    ended = run("train.py", *argv, "--train-iters", 12, ranks=ranks)
+    same(metrics(tmp_path), metrics(out), range(1, 13), 1e-9 if ranks == 1 else 1e-4)
+    assert "resuming" in ended.stderr and "at step 7, --train-iters 12 (was 7)" in ended.stderr
+
+
+def test_fp16_resumes_with_its_loss_scale(one, tmp_path):
+    _, data, _ = one
+    argv = [*SMALL, *data, "--fp16", "--initial-loss-scale", 2**22, "--loss-scale-window", 2]
+    run("train.py", *argv, "--out", tmp_path / "whole", "--train-iters", 12)
+    for iters in (5, 12):
+        run("train.py", *argv, "--out", tmp_path / "parts", "--train-iters", iters)
+    whole = metrics(tmp_path / "whole")
+    same(metrics(tmp_path / "parts"), whole, range(1, 13), 1e-9)
+    assert whole[12]["skipped"] > 0 and len({record["loss_scale"] for record in whole.values()}) > 2
+
+
+def test_a_finished_run_is_left_as_it_is(one):
+    out, data, before = one
+    ended = run("train.py", *SMALL, *data, "--out", out, "--train-iters", 12)
+    assert ended.stdout == before.stdout
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+def test_resume_from_a_path(one, tmp_path):
+    out, data, _ = one
+    run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 12,
+        "--resume", out / "checkpoints/step-00000006")
+    same(metrics(tmp_path), metrics(out), range(7, 13), 1e-9)
+
+
+def test_infer_continues_at_every_tp(one):
+    out, _, _ = one
+    greedy = ["--load", out, "--greedy", "--out-seq-length", 30]
+    alone = run("infer.py", *greedy, "--prompt", "def function_1", "class").stdout
+    assert alone.startswith("def function_1") and "\n\nclass" in alone and len(alone) > 40
+    assert run("infer.py", *greedy, "--prompt", "def function_1", "class", ranks=2).stdout == alone
+    piped = run("infer.py", *greedy, input="def function_1").stdout
+    assert alone.startswith(piped.removesuffix("\n"))
+
+
+def test_infer_without_a_prompt_or_tokens(one):
+    out, _, _ = one
+    assert run("infer.py", "--load", out, input="").stdout.strip()
+    assert run("infer.py", "--load", out, "--out-seq-length", 0, "--prompt", "x").stdout == "x\n"
