@@ -33,7 +33,7 @@ def flag(default, group: str, help: str, **meta):
 class ModelConfig:
     """The shape of a CodeGeeX: `num_layers` ordinary blocks, then one top-query block."""
 
-    num_layers: int = flag(2, "model", "transformer blocks below the top-query block", low=1)
+    num_layers: int = flag(1, "model", "transformer blocks below the top-query block", low=1)
     hidden_size: int = flag(128, "model", "width of the residual stream", low=1)
     num_attention_heads: int = flag(8, "model", "attention heads a block", low=1)
     seq_length: int = flag(128, "model", "tokens of the context and of a training sample", low=1)
