@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
 
     bounds, number = shares(batch, mesh.dp, config.micro_batch_size)
     say(f"{config.num_parameters:,} parameters | dp {mesh.dp} x tp {mesh.tp} | {device.type} "
-        f"{config.precision} | {batch} samples a step, in {number} micro-batches a data rank")
+        f"{config.precision} | {batch} samples a step, micro-batches a data rank: {number}")
     if batch % mesh.dp:
         say(f"note: {batch} samples on {mesh.dp} data ranks: some take {batch // mesh.dp}, some "
             "one more; the loss is the same, those with fewer wait")
@@ -144,8 +144,8 @@ def main(argv: list[str]) -> None:
         save()
     result = in_words(evaluate(model, compute, val, config, mesh), val)
     if mesh.rank == 0:
-        gzip = 8 * corpus["gzip_bytes"] / max(1, val.bytes)
-        print(f"step {step} | validation {result} | gzip -9 on the same text: {gzip:.4f}")
+        gzip = f"{8 * corpus['gzip_bytes'] / max(1, val.bytes):.4f} bits per byte"
+        print(f"step {step} | validation {result} | gzip -9 on the same text: {gzip}")
     say(f'next: python infer.py --load {out} --prompt "def main():"')
 
 
@@ -210,7 +210,7 @@ def in_words(loss: float, val: Windows) -> str:
     if math.isnan(loss):
         return "none, its text is shorter than one sample"
     bits = loss / math.log(2) * val.tokens / val.bytes
-    return f"loss {loss:.4f}, bits per byte {bits:.4f}"
+    return f"loss {loss:.4f}, {bits:.4f} bits per byte"
 
 
 if __name__ == "__main__":
