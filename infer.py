@@ -53,6 +53,8 @@ def main(argv: list[str]) -> None:
 
 def prompts(config: InferConfig) -> list[str]:
     """The texts to continue.  Raises UsageError for what is not UTF-8."""
+    if not config.prompt and sys.stdin.isatty():
+        print("type the text to continue; Ctrl-D ends it", file=sys.stderr)
     try:
         texts = config.prompt or [sys.stdin.buffer.read().decode()]
         for text in texts:

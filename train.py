@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
         path = checkpoint.save(out / "checkpoints", state, shards, optimizer, table, mesh)
         say(f"saved {path}")
 
-    bounds, number = shares(batch, mesh.dp, config.micro_batch_size)
+    _, number = shares(batch, mesh.dp, config.micro_batch_size)
     say(f"{config.num_parameters:,} parameters | dp {mesh.dp} x tp {mesh.tp} | {device.type} "
         f"{config.precision} | {batch} samples a step, micro-batches a data rank: {number}")
     if batch % mesh.dp:
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
 
     metrics = open(out / "metrics.jsonl", "a" if start else "w") if mesh.rank == 0 else None
     peak = report.peak_flops(device) * mesh.world
-    logged, saved = (time.perf_counter(), step), step if start else None
+    logged, saved = (time.perf_counter(), step), (step if start else None)
     while step < config.train_iters:
         began, tokens = time.perf_counter(), batch * seq_length
         lr = lr_at(step, config)
@@ -177,7 +177,8 @@ def prepare(config: TrainConfig, resuming: bool) -> str:
         directory = data.prepare(config.data, out, config.vocab_size, config.num_workers, resuming)
         (out / "config.json").write_text(json.dumps(asdict(config), indent=1))
     except OSError as error:
-        raise UsageError(f"--out {out}: {error}; give a directory that can be written") from None
+        raise UsageError(f"{error.filename or out}: {error.strerror}; give an --out that can be "
+                         "written and --data that can be read") from None
     return str(directory)
 
 

@@ -38,7 +38,8 @@ def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: 
     `keep_tokenizer`: checkpoints in `out` depend on its tokenizer; text may be encoded anew, but
     the tokenizer stays.  Raises UsageError for sources that are missing or hold nothing usable."""
     out.mkdir(parents=True, exist_ok=True)
-    if sources and len(sources) == 1 and (Path(sources[0]) / "meta.json").is_file():
+    if sources and len(sources) == 1 and all(
+            (Path(sources[0]) / name).is_file() for name in ("meta.json", "train.bin", "val.bin")):
         return _use_prepared(Path(sources[0]), out, keep_tokenizer)
     files = corpus.list_files(sources)
     wanted = {"files": corpus.fingerprint(files), "vocab_size": vocab_size}

@@ -130,7 +130,7 @@ def on_rank0(mesh: Mesh, what: str, work: Callable[[], Any]) -> Any:
             mesh.store.set(key, json.dumps(outcome))
     else:
         while not mesh.store.check([key]):
-            time.sleep(0.1)
+            time.sleep(min(0.01 * mesh.world, 2.0))         # one store answers all
         outcome = json.loads(mesh.store.get(key))
     if "error" in outcome:
         raise UsageError(outcome["error"])
@@ -150,6 +150,9 @@ def launch(main: Callable[[list[str]], None]) -> None:
     leaves at once, without teardown: no collective that waits for a dead peer can keep it here."""
     code, rank = 1, int(os.environ.get("RANK", 0))
     try:
+        if torch.__version__ < "2.11":          # TorchVersion compares as versions do
+            raise UsageError(f"torch {torch.__version__}: 2.11 or newer is needed; "
+                             "pip install -r requirements.txt")
         main(sys.argv[1:])
         if dist.is_initialized():
             dist.destroy_process_group()

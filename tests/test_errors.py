@@ -20,7 +20,8 @@ CASES = {
     "resume none": (["--data", "short", "--out", "run", "--resume", "none"],
                     "--resume none: run/checkpoints/step-00000000 is there"),
     "resume": (["--data", "short", "--resume", "nowhere"], "nowhere: its meta.json cannot be read"),
-    "out": (["--data", "short", "--out", "short/0.py"], "--out short/0.py: "),
+    "out": (["--data", "short", "--out", "short/0.py"],
+            "short/0.py: File exists; give an --out that can be written"),
 }
 SMALL = ["--seq-length", "32", "--vocab-size", "400"]
 
