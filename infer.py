@@ -20,35 +20,43 @@ from nanogeex.tokenizer import CodeTokenizer
 def main(argv: list[str]) -> None:
     config = parse(InferConfig, argv, __doc__)
     device = pick_device(config.device)
-    run = Path(config.load)
-    path = checkpoint.newest(run / "checkpoints")
-    if path is None:
-        raise UsageError(f"--load {run}: no run with a checkpoint; make one with "
-                         f"`python train.py --out {run}`, or give another")
-    trained = checkpoint.read_meta(path)["config"]
-    shape = ModelConfig(**{field.name: trained[field.name] for field in fields(ModelConfig)})
     tp = config.tensor_model_parallel_size or world_size()
-    check_shape(shape, tp)
     if tp != world_size():
         raise UsageError(f"--tensor-model-parallel-size {tp}: all {world_size()} ranks of this job "
                          f"share the model; drop the flag, or start {tp} with torchrun")
     mesh = init_mesh(tp, device, config.timeout)
-    tokenizer = CodeTokenizer.load(run / "tokenizer.model")
+    path = Path(on_rank0(mesh, "checkpoint", lambda: find_checkpoint(Path(config.load))))
+    trained = checkpoint.read_meta(path)["config"]
+    shape = ModelConfig(**{field.name: trained[field.name] for field in fields(ModelConfig)})
+    check_shape(shape, tp)
+    tokenizer = CodeTokenizer.load(path.parent.parent / "tokenizer.model")
     precision = config.precision or ("fp32" if device.type == "cpu" else trained["precision"])
     model = load(path, shape, trained["ln_fp16"], DTYPES[precision], mesh)
 
-    sampling = Sampling(0.0 if config.greedy else config.temperature, config.top_k, config.top_p)
-    for i, text in enumerate(on_rank0(mesh, "prompts", lambda: prompts(config))):
-        prompt = tokenizer.encode(text) or [tokenizer.end_of_document]  # no text: a new document
+    texts = on_rank0(mesh, "prompts", lambda: prompts(config))
+    encoded = [tokenizer.encode(text) or [tokenizer.end_of_document] for text in texts]
+    for i, prompt in enumerate(encoded):        # all of them before the first is answered
         if len(prompt) >= shape.seq_length:
             raise UsageError(f"--prompt: number {i + 1} has {len(prompt)} tokens, the context "
                              f"holds {shape.seq_length}; shorten it to {shape.seq_length - 1}")
+    sampling = Sampling(0.0 if config.greedy else config.temperature, config.top_k, config.top_p)
+    sys.stdout.reconfigure(errors="backslashreplace")       # a terminal that cannot show it all
+    for i, (text, prompt) in enumerate(zip(texts, encoded, strict=True)):
         show(mesh, ("\n\n" if i else "") + text)
         ids = generate(model, prompt, config.out_seq_length, tokenizer.end_of_document, sampling,
                        config.seed, mesh)
         for part in stream_text(tokenizer, prompt, ids):
             show(mesh, part)
     show(mesh, "\n")
+
+
+def find_checkpoint(given: Path) -> str:
+    """A checkpoint itself, or a run's newest."""
+    found = given if (given / "meta.json").is_file() else checkpoint.newest(given / "checkpoints")
+    if found is None:
+        raise UsageError(f"--load {given}: no run with a checkpoint; make one with "
+                         f"`python train.py --out {given}`, or give another")
+    return str(found.resolve())
 
 
 def prompts(config: InferConfig) -> list[str]:

@@ -6,6 +6,7 @@ and overflow, AdamW, a line of metrics; now and then an evaluation and a checkpo
 
 import json
 import math
+import shlex
 import sys
 import time
 from dataclasses import asdict, fields
@@ -41,7 +42,6 @@ from nanogeex.samples import Windows, micro_batches, open_windows, permuted, sha
 def main(argv: list[str]) -> None:
     config = parse(TrainConfig, argv, __doc__)
     device = pick_device(config.device)
-    config.precision = config.precision or default_precision(config, device)
     if device.type == "cpu":
         keep_freed_memory()
     mesh = init_mesh(config.tensor_model_parallel_size, device, config.timeout)
@@ -52,9 +52,11 @@ def main(argv: list[str]) -> None:
             print(line, file=sys.stderr, flush=True)
 
     # What to start from and what to read: rank 0 finds and makes it, the others wait.
+    config.precision = on_rank0(
+        mesh, "precision", lambda: config.precision or default_precision(config, device))
     start = on_rank0(mesh, "start", lambda: find_start(config))
-    directory = on_rank0(mesh, "data", lambda: prepare(config, resuming=bool(start)))
-    train, val, corpus = open_windows(Path(directory), seq_length, config.padded_vocab_size)
+    directory = on_rank0(mesh, "data", lambda: prepare(config, start))
+    train, val, corpus = open_windows(Path(directory), seq_length, config.vocab_size)
     say(data.table(corpus))
 
     # The model: built without memory, cut over tp and dp, filled in place.
@@ -69,14 +71,14 @@ def main(argv: list[str]) -> None:
         meta = checkpoint.read_meta(Path(start))
         step, samples, skipped = meta["step"], meta["samples"], meta["skipped"]
         if scaler and meta["scaler"]:
-            vars(scaler).update(meta["scaler"])
+            vars(scaler).update(meta["scaler"])             # its state; its flags are today's
         checkpoint.load(Path(start), shards, optimizer, table, mesh)
     else:
         zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
 
     def save() -> None:
         state = {"step": step, "samples": samples, "skipped": skipped,
-                 "scaler": vars(scaler) if scaler else None, "config": asdict(config)}
+                 "scaler": scaler.state() if scaler else None, "config": asdict(config)}
         path = checkpoint.save(out / "checkpoints", state, shards, optimizer, table, mesh)
         say(f"saved {path}")
 
@@ -84,12 +86,14 @@ def main(argv: list[str]) -> None:
     say(f"{config.num_parameters:,} parameters | dp {mesh.dp} x tp {mesh.tp} | {device.type} "
         f"{config.precision} | {batch} samples a step, micro-batches a data rank: {number}")
     if batch % mesh.dp:
-        say(f"note: {batch} samples on {mesh.dp} data ranks: some take {batch // mesh.dp}, some "
-            "one more; the loss is the same, those with fewer wait")
+        say(f"note: {batch} samples on {mesh.dp} data ranks are shares of {batch // mesh.dp} and "
+            f"{batch // mesh.dp + 1}; the loss is the same, ranks with less wait")
     if start:
         say(f"resuming {start} at step {step}{changes(meta['config'], config)}")
+    if step >= config.train_iters:
+        say(f"nothing to train: step {step} of --train-iters {config.train_iters} is reached")
 
-    metrics = open(out / "metrics.jsonl", "a" if start else "w") if mesh.rank == 0 else None
+    metrics = report.open_metrics(out / "metrics.jsonl", bool(start)) if mesh.rank == 0 else None
     peak = report.peak_flops(device) * mesh.world
     logged, saved = (time.perf_counter(), step), (step if start else None)
     while step < config.train_iters:
@@ -115,6 +119,7 @@ def main(argv: list[str]) -> None:
         norm, taken = optimizer_step(
             optimizer, shards, gradients, table, mesh, unscale, config.clip_grad)
         model.zero_grad()
+        del gradients                                           # or they live through the next step
         step, samples, skipped = step + 1, samples + batch, skipped + (not taken)
         if scaler:
             scaler.update(overflow=not taken)
@@ -144,9 +149,10 @@ def main(argv: list[str]) -> None:
         save()
     result = in_words(evaluate(model, compute, val, config, mesh), val)
     if mesh.rank == 0:
-        gzip = f"{8 * corpus['gzip_bytes'] / max(1, val.bytes):.4f} bits per byte"
-        print(f"step {step} | validation {result} | gzip -9 on the same text: {gzip}")
-    say(f'next: python infer.py --load {out} --prompt "def main():"')
+        bits = 8 * corpus["gzip_bytes"] / val.bytes if val.bytes else math.nan
+        gzip = f"gzip -9 on the same text: {bits:.4f} bits per byte"
+        print(f"step {step} | validation {result} | {gzip}")
+    say(f'next: python infer.py --load {shlex.quote(str(out))} --prompt "def main():"')
 
 
 def find_start(config: TrainConfig) -> str | None:
@@ -161,6 +167,9 @@ def find_start(config: TrainConfig) -> str | None:
         return None
     if (start / "checkpoints").is_dir():                        # a run: its newest
         start = checkpoint.newest(start / "checkpoints") or start
+    if own and start.resolve() != own.resolve():
+        raise UsageError(f"--resume {start}: --out {config.out} has a checkpoint of its own, {own}, "
+                         "that would be taken for this run's; give another --out, or remove it")
     saved = checkpoint.read_meta(start)["config"]
     for field in fields(ModelConfig):
         mine, its = getattr(config, field.name), saved[field.name]
@@ -170,11 +179,16 @@ def find_start(config: TrainConfig) -> str | None:
     return str(start)
 
 
-def prepare(config: TrainConfig, resuming: bool) -> str:
+def prepare(config: TrainConfig, start: str | None) -> str:
     """Make the run directory, its tokenizer and its data; return the data's directory."""
     out = Path(config.out)
     try:
-        directory = data.prepare(config.data, out, config.vocab_size, config.num_workers, resuming)
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for path in (out / "checkpoints/.writable", out / "metrics.jsonl"):
+            open(path, "a").close()             # fail now, not at the first save
+        (out / "checkpoints/.writable").unlink()
+        directory = data.prepare(config.data, out, config.vocab_size, config.num_workers,
+                                 Path(start).parent.parent if start else None)
         (out / "config.json").write_text(json.dumps(asdict(config), indent=1))
     except OSError as error:
         raise UsageError(f"{error.filename or out}: {error.strerror}; give an --out that can be "
@@ -192,13 +206,13 @@ def changes(before: dict, config: TrainConfig) -> str:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, compute: nn.Module, val: Windows, config: TrainConfig,
-             mesh: Mesh) -> float:
+             mesh: Mesh) -> float | None:
     """Mean loss a token over the first --eval-iters global batches of validation windows, shared by
-    the data ranks; nan where there is no window."""
+    the data ranks; None where there is no window."""
     count = min(len(val.ids), config.eval_iters * config.global_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if count == 0:
-        return math.nan
+        return None
     zero.refresh(model, compute)
     for ids, targets, weights in micro_batches(val, np.arange(count), mesh.dp, mesh.dp_rank,
                                                config.micro_batch_size, mesh.device):
@@ -207,8 +221,8 @@ def evaluate(model: nn.Module, compute: nn.Module, val: Windows, config: TrainCo
     return all_reduce_sum(total, mesh.dp_group).item() / (count * config.seq_length)
 
 
-def in_words(loss: float, val: Windows) -> str:
-    if math.isnan(loss):
+def in_words(loss: float | None, val: Windows) -> str:
+    if loss is None:
         return "none, its text is shorter than one sample"
     bits = loss / math.log(2) * val.tokens / val.bytes
     return f"loss {loss:.4f}, {bits:.4f} bits per byte"

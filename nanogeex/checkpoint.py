@@ -103,16 +103,17 @@ def load(path: Path, shards: dict[str, Tensor], optimizer: torch.optim.Optimizer
 def read_meta(path: Path) -> dict:
     """A checkpoint's meta.json.  Raises UsageError where there is none."""
     try:
-        return json.loads((path / "meta.json").read_text())
-    except (OSError, ValueError) as error:
+        meta = json.loads((path / "meta.json").read_text())
+        meta["config"], meta["step"]
+        return meta
+    except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"checkpoint {path}: its meta.json cannot be read ({error}); give a "
                          "directory step-... of a run's checkpoints") from None
 
 
 def newest(directory: Path) -> Path | None:
     """The whole checkpoint of the highest step, if there is one."""
-    whole = (path.parent for path in directory.glob("step-????????/meta.json"))
-    return max(whole, default=None)
+    return max((path.parent for path in directory.glob(f"step-{'[0-9]' * 8}/meta.json")), default=None)
 
 
 def _quietly(call, state: dict[str, Tensor], path: Path, mesh: Mesh) -> None:

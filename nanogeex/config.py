@@ -66,19 +66,22 @@ class TrainConfig(ModelConfig):
     out: str = flag("out", "run", "run directory: config, tokenizer, data, metrics, checkpoints")
     resume: str = flag("auto", "run", "auto: the newest checkpoint of --out, if there is one; "
                        "none: refuse to continue one; or the PATH of a checkpoint")
-    seed: int = flag(1234, "run", "of the weights and of the order of the samples", low=0)
+    seed: int = flag(
+        1234, "run", "of the weights and of the order of the samples", low=0, high=2**63 - 1)
     device: str = flag("auto", "run", "auto: CUDA where there is some", choices=DEVICES)
-    timeout: float = flag(300.0, "run", "seconds until a hanging collective fails", above=0)
+    timeout: float = flag(
+        300.0, "run", "seconds that ranks wait for one another before the job fails", above=0)
 
     data: list[str] | None = flag(
         None, "data", "folders of source files, .jsonl[.gz] files with `code`, or one prepared "
         "directory; default: the running Python's library and some C++ headers of torch")
-    num_workers: int = flag(0, "data", "processes that tokenise; 0: one a core", low=0)
+    num_workers: int = flag(0, "data", "processes that tokenise; 0: one a core", low=0, high=512)
 
     train_iters: int = flag(1200, "training", "optimizer steps in all", low=0)
     micro_batch_size: int = flag(
         16, "training", "samples a data rank puts through the model at once, at most", low=1)
-    global_batch_size: int = flag(16, "training", "samples a step, over all data ranks", low=1)
+    global_batch_size: int = flag(
+        16, "training", "samples a step, over all data ranks", low=1, high=10**7)
     init_method_std: float = flag(0.02, "training", "of the initial weights", above=0)
     lr: float = flag(6e-3, "training", "peak learning rate", above=0)
     min_lr: float = flag(1e-5, "training", "learning rate at the end of the cosine", low=0)
@@ -97,7 +100,7 @@ class TrainConfig(ModelConfig):
         None, "precision", "of products and activations, masters are fp32; default: fp32 on a CPU "
         "without fast bf16, else bf16, fp16 for codegeex-13b on CUDA", choices=tuple(DTYPES),
         type=str)
-    ln_fp16: bool = flag(False, "precision", "LayerNorm as the products, not in fp32")
+    ln_fp16: bool = flag(False, "precision", "LayerNorm in the products' precision, not in fp32")
     initial_loss_scale: float = flag(2.0**12, "precision", "with fp16", above=0)
     min_loss_scale: float = flag(1.0, "precision", "with fp16", above=0)
     loss_scale_window: int = flag(
@@ -130,10 +133,10 @@ class TrainConfig(ModelConfig):
 
 @dataclass
 class InferConfig:
-    load: str = flag("out", "input", "run directory")
+    load: str = flag("out", "input", "run directory, or one of its checkpoints")
     prompt: list[str] | None = flag(
-        None, "input", "text to continue; several are answered in order; default: standard input, "
-        "as one prompt")
+        None, "input", "text to continue, several in order (--prompt=TEXT if it begins with a "
+        "dash); default: standard input, as one prompt")
 
     out_seq_length: int = flag(
         256, "sampling", "new tokens, at most; a full context ends it too", low=0)
@@ -143,7 +146,7 @@ class InferConfig:
     top_p: float = flag(
         0.95, "sampling", "choose among the likeliest that hold this much; 0 or 1: off",
         low=0, high=1)
-    seed: int = flag(1234, "sampling", "of the choices", low=0)
+    seed: int = flag(1234, "sampling", "of the choices", low=0, high=2**63 - 1)
 
     precision: str | None = flag(
         None, "machine", "default: fp32 on the CPU, as trained on CUDA", choices=tuple(DTYPES),
@@ -152,7 +155,8 @@ class InferConfig:
     tensor_model_parallel_size: int | None = flag(
         None, "machine", "ranks that share the model; default: all that torchrun starts",
         low=1, type=int, short="--tp")
-    timeout: float = flag(300.0, "machine", "seconds until a hanging collective fails", above=0)
+    timeout: float = flag(
+        300.0, "machine", "seconds that ranks wait for one another before the job fails", above=0)
 
 
 # 125m: the smallest model of GPT-3 (arXiv:2005.14165, table 2.1), in blocks of ours.  codegeex-13b:
@@ -189,10 +193,13 @@ def parse(config_class, argv: list[str], description: str):
             continue
         default = preset_defaults.get(f.name, f.default)
         default = "" if default is None else f" (default: {default})"
-        metavar = " | ".join(meta.get("choices", ())) or f.name.split("_")[-1].upper()
-        many = dict(action="extend", nargs="+", type=str) if "list" in str(f.type) else dict(
-            type=meta.get("type", f.type))
-        group.add_argument(*names, metavar=metavar, help=meta["help"] + default, **many)
+        convert = meta.get("type", f.type)
+        options = {"type": convert, "metavar": {int: "N", float: "X"}.get(convert, f.name.upper())}
+        if "choices" in meta:
+            options["metavar"] = " | ".join(meta["choices"])
+        if "list" in str(f.type):
+            options |= {"type": str, "action": "extend", "nargs": "+"}
+        group.add_argument(*names, help=meta["help"] + default, **options)
     for short in ("fp16", "bf16"):
         groups[known["precision"].metadata["group"]].add_argument(
             f"--{short}", dest="precision", action="store_const", const=short,

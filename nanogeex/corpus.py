@@ -85,10 +85,12 @@ def embedded_files() -> list[str]:
     return python + [path for path in walk(headers) if path.endswith(".h")]
 
 
-def walk(root: Path) -> Iterator[str]:
-    """All regular files below, sorted; hidden folders and links to folders are not entered."""
+def walk(root: Path, leave: Path | None = None) -> Iterator[str]:
+    """All regular files below, sorted; not entered: hidden folders, links to folders, `leave`."""
+    left = os.path.realpath(leave) if leave else ""
     for folder, below, names in os.walk(root):
-        below[:] = sorted({name for name in below if name[0] != "."} - {"site-packages"})
+        below[:] = sorted(name for name in below if name[0] != "." and name != "site-packages"
+                          and os.path.realpath(os.path.join(folder, name)) != left)
         for name in sorted(names):
             path = os.path.join(folder, name)
             if os.path.isfile(path):            # no pipes, no sockets, no dangling links
@@ -101,17 +103,21 @@ def _language(path: str) -> str:
     return BY_EXTENSION.get(os.path.splitext(path)[1].lower(), "")
 
 
-def list_files(sources: list[str] | None) -> list[tuple[str, str]]:
+def list_files(sources: list[str] | None, leave: Path) -> list[tuple[str, str]]:
     """Every file of the sources, as (path, language): "" where the extension tells none, "jsonl"
-    for a file of documents.  Raises UsageError for a source that is not there."""
+    for a file of documents.  The run directory `leave` may lie among them, and is not read.
+    Raises UsageError for a source that is not there."""
     paths = embedded_files() if sources is None else []
     for source in sources or []:
-        if os.path.isfile(source) and _language(source) != "jsonl":
-            raise UsageError(f"--data {source}: neither a folder nor a .jsonl or .jsonl.gz file; "
-                             "give one of these")
         if not os.path.exists(source):
             raise UsageError(f"--data {source}: no such file or folder; give one that exists")
-        paths += [source] if os.path.isfile(source) else walk(Path(source))
+        if os.path.isdir(source):
+            paths += walk(Path(source), leave)
+        elif os.path.isfile(source) and _language(source) == "jsonl":
+            paths.append(source)
+        else:
+            raise UsageError(f"--data {source}: neither a folder nor a .jsonl or .jsonl.gz file; "
+                             "give one of these")
     return [(path, _language(path)) for path in paths]
 
 
@@ -119,9 +125,17 @@ def fingerprint(files: list[tuple[str, str]]) -> str:
     """Changes if a file is added, removed or changed."""
     digest = hashlib.sha256()
     for path, _ in files:
-        stat = os.stat(path)
-        digest.update(os.fsencode(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
+        size, changed = _size_and_time(path)
+        digest.update(os.fsencode(f"{path}\0{size}\0{changed}\n"))
     return digest.hexdigest()
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        stat = os.stat(path)
+        return stat.st_size, stat.st_mtime_ns
+    except OSError:                             # gone since it was listed: "unreadable" in the table
+        return 0, 0
 
 
 def units(files: list[tuple[str, str]]) -> Iterator[Unit]:
@@ -132,7 +146,7 @@ def units(files: list[tuple[str, str]]) -> Iterator[Unit]:
             yield from _jsonl_units(path)
             continue
         batch.append((path, language))
-        size += min(os.path.getsize(path), LARGEST)
+        size += min(_size_and_time(path)[0], LARGEST)
         if size >= UNIT_BYTES:
             yield Unit(batch, [])
             batch, size = [], 0
@@ -171,11 +185,17 @@ def _from_file(path: str, language: str) -> Document:
 def _from_json(line: bytes) -> Document:
     try:
         record = json.loads(line)
-        text, language = record["code"], record.get("language") or ""
-        text.encode()                           # UnicodeEncodeError for a lone surrogate
-        return _filtered(BY_NAME.get(language.lower(), language), text)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Document("", "no `code` in a line" if line.strip() else "empty line")
+    except (ValueError, RecursionError):
+        return Document("", "line that is not JSON" if line.strip() else "empty line")
+    text = record.get("code") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        return Document("", "line without `code`")
+    language = record.get("language")
+    language = BY_NAME.get(str(language).lower(), str(language)) if language else ""
+    try:
+        return _filtered(language, text)
+    except UnicodeEncodeError:
+        return Document(language, "lone surrogate")
 
 
 def _filtered(language: str, text: str) -> Document:

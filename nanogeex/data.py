@@ -32,52 +32,67 @@ SAMPLE_BYTES = 2048                                     # a piece that the token
 
 
 def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: int,
-            keep_tokenizer: bool) -> Path:
+            tokenizer_of: Path | None = None) -> Path:
     """Make what training reads, or find it made and unchanged; return its directory.
 
-    `keep_tokenizer`: checkpoints in `out` depend on its tokenizer; text may be encoded anew, but
-    the tokenizer stays.  Raises UsageError for sources that are missing or hold nothing usable."""
-    out.mkdir(parents=True, exist_ok=True)
-    if sources and len(sources) == 1 and all(
-            (Path(sources[0]) / name).is_file() for name in ("meta.json", "train.bin", "val.bin")):
-        return _use_prepared(Path(sources[0]), out, keep_tokenizer)
-    files = corpus.list_files(sources)
-    wanted = {"files": corpus.fingerprint(files), "vocab_size": vocab_size}
-    directory, model_path = out / "data", out / "tokenizer.model"
-    meta_path = directory / "meta.json"
-    if meta_path.is_file() and model_path.is_file():
-        meta = json.loads(meta_path.read_text())
-        if meta["made_from"] == wanted and meta["tokenizer"] == _digest(model_path):
-            return directory
-    meta_path.unlink(missing_ok=True)
-    directory.mkdir(parents=True, exist_ok=True)
+    `tokenizer_of`: the run whose checkpoint goes on; its weights know its tokenizer's ids, so text
+    is encoded with that one.  Raises UsageError for sources that are missing or unusable."""
+    own, model = out / "tokenizer.model", None
+    if tokenizer_of is not None:
+        CodeTokenizer.load(tokenizer_of / own.name)
+        model = (tokenizer_of / own.name).read_bytes()
+    for source in sources or []:
+        for directory in (Path(source), Path(source) / "data"):
+            if all((directory / name).is_file() for name in ("meta.json", "train.bin", "val.bin")):
+                if len(sources) > 1:
+                    raise UsageError(f"--data {source}: prepared already; give it alone")
+                return _use_prepared(directory, own, model)
+    files = corpus.list_files(sources, leave=out)
+    made_from = {"files": corpus.fingerprint(files), "vocab_size": vocab_size}
+    directory = out / "data"
+    if _is_made(directory / "meta.json", made_from, own, model):
+        return directory
     workers = num_workers or os.cpu_count() or 1
     scan = _Scan(files, SAMPLE_BYTES * vocab_size, workers)
     if not scan.kept:
         left = ", ".join(f"{count} {reason}" for (_, reason), count in sorted(scan.left.items()))
         raise UsageError(f"--data {' '.join(sources or ['(default)'])}: no usable document in "
                          f"{len(files)} files ({left or 'none there'}); give source files of 1 to "
-                         "100 KB")
-    if not (keep_tokenizer and model_path.is_file()):
-        _write(model_path, tokenizer.train(scan.sample(), vocab_size))
-    made = {"made_from": wanted, "tokenizer": _digest(model_path)}
-    meta = made | _encode(files, CodeTokenizer.load(model_path), scan, directory, workers)
-    _write(meta_path, json.dumps(meta, indent=1).encode())
+                         "100 KB, or .jsonl with such `code`")
+    if model is None:
+        model = tokenizer.train(scan.sample(), vocab_size)
+    directory.mkdir(parents=True, exist_ok=True)
+    meta = _encode(files, CodeTokenizer(model), scan, directory, workers)
+    meta |= {"made_from": made_from, "tokenizer": hashlib.sha256(model).hexdigest()}
+    # Only now, when all is there, do the new files take the place of the old.
+    (directory / "meta.json").unlink(missing_ok=True)
+    for split in ("train", "val"):
+        os.replace(directory / f"{split}.bin.tmp", directory / f"{split}.bin")
+    _write(own, model)
+    _write(directory / "meta.json", json.dumps(meta, indent=1).encode())
     return directory
 
 
-def _use_prepared(directory: Path, out: Path, keep_tokenizer: bool) -> Path:
+def _is_made(meta_path: Path, made_from: dict, own: Path, model: bytes | None) -> bool:
+    """From these files, with this run's tokenizer, and that the one that is wanted, if any is?"""
+    try:
+        meta, its = json.loads(meta_path.read_text()), own.read_bytes()
+        return (meta["made_from"] == made_from and model in (None, its)
+                and meta["tokenizer"] == hashlib.sha256(its).hexdigest())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _use_prepared(directory: Path, own: Path, model: bytes | None) -> Path:
     """A directory that an earlier run made; its tokenizer lies in it or, as in a run, beside it."""
-    found = [path for path in (directory / "tokenizer.model", directory.parent / "tokenizer.model")
-             if path.is_file()]
+    found = [path for path in (directory / own.name, directory.parent / own.name) if path.is_file()]
     if not found:
         raise UsageError(f"--data {directory}: prepared, but without its tokenizer.model; put that "
                          "into the directory")
-    model, own = found[0].read_bytes(), out / "tokenizer.model"
-    if keep_tokenizer and own.is_file() and own.read_bytes() != model:
-        raise UsageError(f"--data {directory}: encoded with another tokenizer than the checkpoints "
-                         f"of --out {out}; give the sources, or another --out")
-    _write(own, model)
+    if model is not None and found[0].read_bytes() != model:
+        raise UsageError(f"--data {directory}: encoded with another tokenizer than the "
+                         "checkpoint's; give the sources, or start anew in another --out")
+    _write(own, found[0].read_bytes())
     return directory
 
 
@@ -125,7 +140,7 @@ class _Scan:
 
 def _encode(files: list[tuple[str, str]], encoder: CodeTokenizer, scan: _Scan, directory: Path,
             workers: int) -> dict:
-    """Write both .bin; return what meta.json says of them."""
+    """Write both .bin, under temporary names; return what meta.json says of them."""
     dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     splits: dict[str, Counter] = {"train": Counter(), "val": Counter()}
     languages: dict[str, Counter] = defaultdict(Counter)
@@ -144,11 +159,10 @@ def _encode(files: list[tuple[str, str]], encoder: CodeTokenizer, scan: _Scan, d
             splits[split] += counts
             languages[language] += counts
     gzip_bytes += len(gzip.flush())
-    for split, output in outputs.items():
+    for output in outputs.values():
         output.flush()
         os.fsync(output.fileno())
         output.close()
-        os.replace(directory / f"{split}.bin.tmp", directory / f"{split}.bin")
     left: dict[str, dict[str, int]] = defaultdict(dict)
     for (language, reason), count in scan.left.items():
         left[language][reason] = count
@@ -189,10 +203,6 @@ def _write(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
     os.replace(temporary, path)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def table(meta: dict) -> str:

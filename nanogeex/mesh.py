@@ -105,7 +105,12 @@ def init_mesh(tp: int, device: torch.device, timeout: float, init_method: str = 
     if world == 1:
         return Mesh(device=device)
     limit = timedelta(seconds=timeout)
-    store, rank, world = next(dist.rendezvous(init_method, rank, world, timeout=limit))
+    try:
+        store, rank, world = next(dist.rendezvous(init_method, rank, world, timeout=limit))
+    except ValueError as error:
+        raise UsageError(f"WORLD_SIZE {world}: {error}; start the ranks with torchrun") from None
+    # torchrun's store outlives a restart: each attempt has its own keys in it.
+    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     cuda = device.type == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", store=dist.PrefixStore("world", store),
                             rank=rank, world_size=world, timeout=limit,
@@ -164,6 +169,8 @@ def launch(main: Callable[[list[str]], None]) -> None:
         print(f"{os.path.basename(sys.argv[0])}: {mistake}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:                     # `| head` has read enough
+        os._exit(141)
     except SystemExit as leave:                 # argparse's --help
         code = leave.code or 0
     except BaseException:                       # DCP's CheckpointException is no Exception

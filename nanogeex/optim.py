@@ -46,6 +46,10 @@ class LossScaler:
     good_steps: int = 0
     overflows: int = 0
 
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps; the rest are flags."""
+        return {name: getattr(self, name) for name in ("scale", "good_steps", "overflows")}
+
     def update(self, overflow: bool) -> None:
         if overflow:
             self.good_steps, self.overflows = 0, self.overflows + 1

@@ -47,15 +47,19 @@ def log_line(record: dict, total: int, step_s: float) -> str:
         f"{record['mem_gb']:.2f} GB", f"eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"))
 
 
+def open_metrics(path: Path, resume: bool) -> TextIO:
+    """metrics.jsonl, to append to if a run goes on; a last line cut short by a crash is closed."""
+    metrics = open(path, "a+" if resume else "w")
+    if metrics.tell() and path.read_bytes()[-1:] != b"\n":
+        metrics.write("\n")
+    return metrics
+
+
 def append(metrics: TextIO, record: dict) -> None:
-    """One line of metrics.jsonl.  JSON has no inf and no nan: they become null."""
+    """One line of metrics.jsonl.  JSON has no inf and no nan: they become null.  A step that ran
+    twice, before and after a resume, has two lines; the later one counts."""
     finite = {key: value if not isinstance(value, float) or math.isfinite(value) else None
               for key, value in record.items()}
     metrics.write(json.dumps(finite) + "\n")
     metrics.flush()
 
-
-def read_metrics(path: Path) -> dict[int, dict]:
-    """step -> its record; of a step that ran twice, before and after a resume, the later one."""
-    records = map(json.loads, path.read_text().splitlines())
-    return {record["step"]: record for record in records}

@@ -35,16 +35,21 @@ class Windows:
 
 
 def open_windows(directory: Path, seq_length: int,
-                 vocabulary: int) -> tuple[Windows, Windows, dict]:
+                 vocab_size: int) -> tuple[Windows, Windows, dict]:
     """Training and validation windows, and meta.json.  Raises UsageError if the files are not what
-    meta.json says, if they use more than `vocabulary` ids, or if they hold no whole window."""
+    meta.json says, if they use more than `vocab_size` ids, or if they hold no whole window."""
     if not (directory / "meta.json").is_file():
         raise UsageError(f"--out: {directory} was made by rank 0 and is not seen here; "
                          "put it on a disk that all nodes share")
-    meta = json.loads((directory / "meta.json").read_text())
-    if meta["vocab_size"] > vocabulary:
-        raise UsageError(f"--data: {directory} uses {meta['vocab_size']} token ids, the model has "
-                         f"{vocabulary}; give --vocab-size {meta['vocab_size']}")
+    try:
+        meta = json.loads((directory / "meta.json").read_text())
+        uses = meta["vocab_size"]
+    except (ValueError, KeyError):
+        raise UsageError(f"--data: {directory}/meta.json is not that of prepared data; give the "
+                         "sources") from None
+    if uses > vocab_size:
+        raise UsageError(f"--data: {directory} uses {uses} token ids, the model has {vocab_size}; "
+                         f"give --vocab-size {uses}")
     splits = []
     for split in ("train", "val"):
         path, dtype = directory / f"{split}.bin", np.dtype(meta["dtype"])

@@ -80,5 +80,5 @@ def train(documents: Iterable[str], vocab_size: int) -> bytes:
         if "required_chars" not in str(error):
             raise
         raise UsageError(f"--vocab-size {vocab_size}: too few for the characters of the text and "
-                         "258 for bytes and control; take 1000 or more") from None
+                         "258 for bytes and control; raise it") from None
     return model.getvalue()

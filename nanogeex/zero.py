@@ -91,7 +91,7 @@ def refresh(model: nn.Module, compute: nn.Module) -> None:
 
 
 def release(compute: nn.Module) -> None:
-    """After forwards without a backward: drop the gathered weights, soon to be stale."""
+    """After forwards without a backward: drop the gathered weights, which would stay."""
     for module in compute.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -21,7 +21,7 @@ def fill(shards, optimizer, table, mesh, scale):
     for name, shard in shards.items():
         shape, dim = table[name]
         optimizer.state[shard] = {"step": torch.tensor(7.0 * scale)}
-        for kind, target in enumerate(("weight", *checkpoint.MOMENTS)):
+        for kind, target in enumerate(("weight", "exp_avg", "exp_avg_sq")):
             piece = zero.piece(value(name, shape, kind), dim, mesh).contiguous() * scale
             if kind == 0:
                 shard.copy_(piece)
@@ -45,11 +45,21 @@ def load(mesh, folder, stepped):
     checkpoint.load(checkpoint.newest(folder), shards, optimizer, table, mesh)
     for name, shard in shards.items():
         shape, dim = table[name]
-        held = [shard] + [optimizer.state[shard][moment] for moment in checkpoint.MOMENTS]
+        held = [shard, optimizer.state[shard]["exp_avg"], optimizer.state[shard]["exp_avg_sq"]]
         for kind, tensor in enumerate(held):
             true = zero.piece(value(name, shape, kind), dim, mesh)
             assert torch.equal(tensor, true), (name, kind)
         assert optimizer.state[shard]["step"].item() == 7
+
+
+def test_a_step_saved_again_replaces_what_is_there(tmp_path):
+    for left_over in ("step-00000007", "step-00000007.tmp"):
+        (tmp_path / left_over).mkdir()
+        (tmp_path / left_over / "__9_0.distcp").write_text("of a run that died")
+    save(Mesh(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    assert not (tmp_path / "step-00000007/__9_0.distcp").exists()
+    load(Mesh(), tmp_path, stepped=False)
 
 
 @pytest.mark.parametrize("world, tp", [(4, 2), (1, 1), (3, 1)])
@@ -66,7 +76,7 @@ def test_any_topology_to_any(tmp_path, world, tp):
 def test_newest_ignores_what_is_not_whole(tmp_path):
     assert checkpoint.newest(tmp_path) is None
     for name, whole in (("step-00000010", True), ("step-00000020", False),
-                        ("step-00000030.tmp", True)):
+                        ("step-00000030.tmp", True), ("step-backup00", True)):
         (tmp_path / name).mkdir()
         if whole:
             (tmp_path / name / "meta.json").write_text("{}")
@@ -74,5 +84,8 @@ def test_newest_ignores_what_is_not_whole(tmp_path):
 
 
 def test_unreadable_meta(tmp_path):
-    with pytest.raises(UsageError, match="meta.json cannot be read"):
-        checkpoint.read_meta(tmp_path)
+    for content in (None, "{", "{}"):
+        if content:
+            (tmp_path / "meta.json").write_text(content)
+        with pytest.raises(UsageError, match="meta.json cannot be read"):
+            checkpoint.read_meta(tmp_path)

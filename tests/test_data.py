@@ -45,9 +45,9 @@ def tree(tmp_path):
     return root
 
 
-def prepared(tree, out, workers=1, keep=False):
+def prepared(tree, out, workers=1, tokenizer_of=None):
     sources = [str(path) for path in (tree if isinstance(tree, list) else [tree])]
-    directory = data.prepare(sources, out, 400, workers, keep)
+    directory = data.prepare(sources, out, 400, workers, tokenizer_of)
     return directory, json.loads((directory / "meta.json").read_text())
 
 
@@ -114,35 +114,73 @@ def test_tokenizer_is_kept_for_a_checkpoint(tree, tmp_path):
     other.mkdir()
     (other / "x.py").write_text(source(500).replace("argument", "zzzz"))
     (other / "y.py").write_text(source(501).replace("argument", "zzzz"))
-    prepared(other, tmp_path / "out", keep=True)
-    assert (tmp_path / "out/tokenizer.model").read_bytes() == model
-    prepared(tree, tmp_path / "out", keep=False)
-    prepared(other, tmp_path / "out", keep=False)
-    assert (tmp_path / "out/tokenizer.model").read_bytes() != model
+    for out in ("out", "second"):               # the same run goes on, or another from its weights
+        prepared(other, tmp_path / out, tokenizer_of=tmp_path / "out")
+        assert (tmp_path / out / "tokenizer.model").read_bytes() == model
+    prepared(other, tmp_path / "second")
+    assert (tmp_path / "second/tokenizer.model").read_bytes() == model      # nothing changed
+    (other / "z.py").write_text(source(502))
+    prepared(other, tmp_path / "second")
+    assert (tmp_path / "second/tokenizer.model").read_bytes() != model
+    (tmp_path / "out/tokenizer.model").unlink()
+    with pytest.raises(UsageError, match="tokenizer.model: cannot be read"):
+        prepared(other, tmp_path / "second", tokenizer_of=tmp_path / "out")
+
+
+def test_run_directory_among_the_sources_is_not_read(tree, tmp_path):
+    directory, before = prepared(tree, tree / "a/run")
+    (tree / "a/run/metrics.jsonl").write_text(json.dumps(dict(code=source(600))))
+    made = (directory / "meta.json").stat().st_mtime_ns
+    _, after = prepared(tree, tree / "a/run")
+    assert after == before and (directory / "meta.json").stat().st_mtime_ns == made
+
+
+def test_what_was_made_stays_until_the_new_is_there(tree, tmp_path):
+    directory, _ = prepared(tree, tmp_path / "out")
+    files = {path: path.read_bytes() for path in directory.iterdir()}
+    (tmp_path / "bad.jsonl").write_text("[]")
+    with pytest.raises(UsageError):
+        prepared(tmp_path / "bad.jsonl", tmp_path / "out")
+    assert {path: path.read_bytes() for path in directory.iterdir()} == files
+    (directory / "meta.json").write_text("{")               # damaged: made anew
+    assert prepared(tree, tmp_path / "out")[1]["vocab_size"] > 300
+
+
+def test_a_file_that_goes_away(tree, tmp_path, monkeypatch):
+    files = corpus.list_files([str(tree)], tmp_path / "out")
+    monkeypatch.setattr(corpus, "list_files", lambda *arguments, **keywords: files)
+    (tree / "a/0.py").unlink()
+    _, meta = prepared(tree, tmp_path / "out")
+    assert meta["left"]["Python"]["unreadable"] == 1
 
 
 def test_jsonl(tmp_path):
     lines = [json.dumps(dict(code=source(n), language="python")) for n in range(4)]
     others = [dict(code=source(10)), dict(code=source(11), language=None), dict(text="no code"),
               [1], dict(code="\ud800" * 2000), dict(code=source(12), language=3)]
-    lines += [*map(json.dumps, others), "", "{broken"]
+    lines += [*map(json.dumps, others), "", "{broken", '{"code": ' + "[" * 100_000]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write(json.dumps(dict(code=source(20), language="Zig")))
     _, meta = prepared([tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"], tmp_path / "out")
     assert {name: counts["documents"] for name, counts in meta["languages"].items()} == {
-        "Python": 4, "": 2, "Zig": 1}
-    assert meta["left"] == {"": {"no `code` in a line": 5, "empty line": 1}}
+        "Python": 4, "": 2, "Zig": 1, "3": 1}
+    assert meta["left"] == {"": {"line without `code`": 2, "line that is not JSON": 2,
+                                 "empty line": 1, "lone surrogate": 1}}
 
 
 def test_prepared_directory_is_used_as_it_is(tree, tmp_path):
     directory, _ = prepared(tree, tmp_path / "out")
-    assert data.prepare([str(directory)], tmp_path / "second", 400, 1, False) == directory
+    (tmp_path / "second").mkdir()
+    for given in (directory, directory.parent):             # the data, or its run
+        assert prepared(given, tmp_path / "second")[0] == directory
     model = (tmp_path / "out/tokenizer.model").read_bytes()
     assert (tmp_path / "second/tokenizer.model").read_bytes() == model
-    (tmp_path / "second/tokenizer.model").write_bytes(b"another")
+    with pytest.raises(UsageError, match="prepared already; give it alone"):
+        prepared([directory, tree], tmp_path / "second")
+    prepared([tree / "a/b"], tmp_path / "third")
     with pytest.raises(UsageError, match="another tokenizer"):
-        data.prepare([str(directory)], tmp_path / "second", 400, 1, True)
+        prepared(directory, tmp_path / "second", tokenizer_of=tmp_path / "third")
 
 
 @pytest.mark.parametrize("make, says", [

@@ -1,5 +1,7 @@
 """Bad input: one line that names field, value and remedy, exit code 2; on one rank and on four."""
 
+import os
+
 import pytest
 
 from tests.programs import run
@@ -21,7 +23,9 @@ CASES = {
                     "--resume none: run/checkpoints/step-00000000 is there"),
     "resume": (["--data", "short", "--resume", "nowhere"], "nowhere: its meta.json cannot be read"),
     "out": (["--data", "short", "--out", "short/0.py"],
-            "short/0.py: File exists; give an --out that can be written"),
+            "short/0.py/checkpoints: Not a directory; give an --out that can be written"),
+    "late": (["--data", "short", "--out", "late"],
+             "late/checkpoints: File exists; give an --out that can be written"),
 }
 SMALL = ["--seq-length", "32", "--vocab-size", "400"]
 
@@ -34,6 +38,8 @@ def folder(tmp_path_factory):
     (folder / "short").mkdir()
     for number in range(2):
         (folder / f"short/{number}.py").write_text(source(number))
+    (folder / "late").mkdir()
+    (folder / "late/checkpoints").write_text("in the way")
     run("train.py", *SMALL, "--data", "short", "--hidden-size", "64", "--train-iters", "0",
         "--out", "run", cwd=folder)
     return folder
@@ -64,7 +70,7 @@ def test_train_on_four(folder, name):
 
 @pytest.mark.parametrize("argv, says", [
     (["--load", "nowhere"], "--load nowhere: no run with a checkpoint"),
-    (["--load", "run", "--prompt", "x" * 200], "tokens, the context holds 32; shorten it to 31"),
+    (["--load", "run", "--prompt", "x", "x" * 200], "number 2 has"),
     (["--load", "run", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
     (["--load", "run", "--top-p", "2"], "--top-p 2.0: must be 1 or less"),
     (["--load", "run", "--tp", "2"], "--tensor-model-parallel-size 2: all 1 ranks")])
@@ -72,6 +78,19 @@ def test_infer(folder, argv, says):
     ended = run("infer.py", *argv, cwd=folder, check=False)
     assert ended.returncode == 2
     check(ended, says, "infer.py")
+
+
+def test_going_back_within_a_run_is_refused(folder):
+    argv = [*SMALL, "--data", "short", "--hidden-size", "64", "--out", "back"]
+    run("train.py", *argv, "--train-iters", "2", "--save-interval", "1", cwd=folder)
+    first = "back/checkpoints/step-00000001"
+    ended = run("train.py", *argv, "--resume", first, cwd=folder, check=False)
+    check(ended, f"--resume {first}: --out back has a checkpoint of its own")
+
+
+def test_ranks_without_torchrun(folder):
+    ended = run("train.py", cwd=folder, check=False, env=os.environ | {"WORLD_SIZE": "2", "RANK": "0"})
+    check(ended, "WORLD_SIZE 2: ")
 
 
 def test_infer_on_two(folder):

@@ -35,6 +35,17 @@ def test_same_ids_at_every_tp(tp, sampling):
     assert on_ranks(tp, tp, continued, sampling) == [expected] * tp
 
 
+def strays(mesh):
+    """Each rank has a seed of its own."""
+    model = build(small_config(), mesh)[0]
+    return list(generate(model, PROMPT, 12, -1, Sampling(1.0), mesh.rank, mesh))
+
+
+def test_the_choice_of_rank0_is_everyones():
+    alone = strays(Mesh())
+    assert on_ranks(2, 2, strays) == [alone, alone] and strays(Mesh(rank=1, dp=2)) != alone
+
+
 def test_where_it_stops():
     whole = continued(Mesh(), Sampling(), 100)
     assert len(whole) == 16 - len(PROMPT)                           # the context is full

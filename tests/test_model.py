@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from nanogeex.config import PRESETS, TrainConfig
 from nanogeex.mesh import Mesh
-from nanogeex.model import CodeGeeX, initial_weight, split_table
+from nanogeex.model import CodeGeeX, LayerNorm, initial_weight, split_table
 from nanogeex.zero import piece
 from tests.ranks import batch, build, on_ranks, random_weight, small_config
 
@@ -89,6 +89,31 @@ def test_recompute_gives_the_same_gradients():
     assert its_loss == loss
     for name, gradient in its_gradients.items():
         assert torch.equal(gradient, gradients[name]), name
+
+
+def test_recompute_keeps_less():
+    def kept(recompute):
+        model, sizes = build(small_config(), Mesh(), recompute)[0], []
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor):
+            model(batch(small_config(), 3)[0])
+        return sum(sizes)
+    assert kept(recompute=True) < 0.5 * kept(recompute=False)
+
+
+def test_layernorm_in_fp32_unless_told_otherwise():
+    x = 100 + torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    expected = F.layer_norm(x.bfloat16().float(), (64,))
+    for low_precision, closer_than in ((False, 0.01), (True, 1.0)):
+        layer = LayerNorm(64, low_precision)
+        torch.nn.init.ones_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        layer.to(torch.bfloat16 if low_precision else torch.float32)
+        y = layer(x.bfloat16())
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), expected, rtol=0.01, atol=closer_than)
+    with pytest.raises(RuntimeError):           # a norm in fp32 would take these
+        LayerNorm(64, low_precision=True)(x.bfloat16())
 
 
 def test_cached_forward_equals_whole_forward():

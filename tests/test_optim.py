@@ -90,3 +90,9 @@ def test_no_weight_decay_on_biases_and_layernorms():
     decayed, plain = optimizer.param_groups
     assert (len(decayed["params"]), decayed["weight_decay"]) == (1, 0.3)
     assert (len(plain["params"]), plain["weight_decay"]) == (2, 0.0)
+
+
+def test_adam_has_the_flags():
+    config = small_config(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-3)
+    optimizer = adamw({"x": torch.zeros(2)}, config)
+    assert optimizer.defaults["betas"] == (0.8, 0.7) and optimizer.defaults["eps"] == 1e-3

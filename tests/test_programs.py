@@ -1,10 +1,11 @@
 """train.py and infer.py end to end: the same curve everywhere, exact resume, text out."""
 
 import json
+import re
 
 import pytest
 
-from tests.programs import metrics, run
+from tests.programs import ROOT, metrics, run
 from tests.test_data import source
 
 SMALL = ["--precision", "fp32", "--num-workers", "1", "--vocab-size", "400", "--hidden-size", "64",
@@ -53,11 +54,17 @@ def test_what_a_run_leaves_and_says(one):
     assert "Warning" not in ended.stderr
 
 
+def loss_of(ended):
+    return float(re.search(r"validation loss ([0-9.]+)", ended.stdout)[1])
+
+
 @pytest.mark.parametrize("ranks, tp", [(4, 2), (8, 8), (3, 1)])
 def test_same_curve_at_every_topology(one, tmp_path, ranks, tp):
-    out, data, _ = one
-    run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 12, "--tp", tp, ranks=ranks)
+    out, data, alone = one
+    ended = run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 12, "--tp", tp,
+                ranks=ranks)
     same(metrics(tmp_path), metrics(out), range(1, 13))
+    assert loss_of(ended) == pytest.approx(loss_of(alone), abs=2e-4)        # four digits are shown
 
 
 @pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 2), (3, 1)])
@@ -85,7 +92,43 @@ def test_a_finished_run_is_left_as_it_is(one):
     out, data, before = one
     ended = run("train.py", *SMALL, *data, "--out", out, "--train-iters", 12)
     assert ended.stdout == before.stdout
+    assert "nothing to train: step 12 of --train-iters 12 is reached" in ended.stderr
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+def test_bf16_evaluates_the_weights_of_the_last_step(one, tmp_path):
+    """Again from its checkpoint, the same loss: the copy that computes was not a step behind."""
+    _, data, _ = one
+    argv = [*SMALL, *data, "--bf16", "--train-iters", 3, "--out", tmp_path]
+    assert run("train.py", *argv).stdout == run("train.py", *argv).stdout
+
+
+def test_resume_takes_the_flags_of_today(one, tmp_path):
+    _, data, _ = one
+    argv = [*SMALL, *data, "--fp16", "--out", tmp_path]
+    run("train.py", *argv, "--train-iters", 2)
+    run("train.py", *argv, "--train-iters", 6, "--loss-scale-window", 1)
+    assert [metrics(tmp_path)[step]["loss_scale"] for step in (2, 3, 4, 5)] == [4096, 4096, 8192, 16384]
+
+
+def test_a_rank_that_dies_once_is_restarted(one, tmp_path):
+    """torchrun's store is the same in the second attempt; nothing in it may be taken for new."""
+    _, data, _ = one
+    (tmp_path / "program.py").write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train, nanogeex.report\n"
+        "append = nanogeex.report.append\n"
+        "def once(metrics, record):\n"
+        "    if record['step'] == 5 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os._exit(1)\n"
+        "    append(metrics, record)\n"
+        "nanogeex.report.append = once\n"
+        "train.launch(train.main)\n")
+    argv = [*SMALL, *data, "--out", tmp_path / "out", "--train-iters", 8, "--save-interval", 2]
+    ended = run(tmp_path / "program.py", *argv, ranks=2, torchrun=["--max-restarts=1"])
+    assert "step-00000004 at step 4" in ended.stderr
+    assert sorted(metrics(tmp_path / "out")) == list(range(1, 9))
 
 
 def test_resume_from_a_path(one, tmp_path):
@@ -103,6 +146,30 @@ def test_infer_continues_at_every_tp(one):
     assert run("infer.py", *greedy, "--prompt", "def function_1", "class", ranks=2).stdout == alone
     piped = run("infer.py", *greedy, input="def function_1").stdout
     assert alone.startswith(piped.removesuffix("\n"))
+
+
+def test_weights_of_another_run_bring_their_tokenizer(one, tmp_path):
+    out, _, _ = one
+    (tmp_path / "other").mkdir()
+    for number in range(9):
+        (tmp_path / f"other/{number}.c").write_text(source(900 + number, "c"))
+    run("train.py", *SMALL, "--data", tmp_path / "other", "--out", tmp_path / "tuned",
+        "--resume", out, "--train-iters", 14)
+    mine, its = (folder / "tokenizer.model" for folder in (tmp_path / "tuned", out))
+    assert mine.read_bytes() == its.read_bytes()
+
+
+def test_a_run_that_diverges_says_so(one, tmp_path):
+    _, data, _ = one
+    ended = run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 4, "--lr", "1e30")
+    assert "validation loss nan, nan bits per byte" in ended.stdout
+
+
+def test_infer_from_a_checkpoint_itself(one):
+    out, _, _ = one
+    argv = ["--greedy", "--out-seq-length", 5, "--prompt", "x"]
+    newest = run("infer.py", "--load", out, *argv).stdout
+    assert run("infer.py", "--load", out / "checkpoints/step-00000012", *argv).stdout == newest
 
 
 def test_infer_without_a_prompt_or_tokens(one):

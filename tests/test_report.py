@@ -1,11 +1,13 @@
 """Log line and metrics."""
 
 import io
+import json
 import math
 
 import torch
 
 from nanogeex import report
+from tests.programs import metrics
 
 RECORD = dict(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, loss_scale=4096.0, skipped=1, samples=320,
               tokens=40960, tokens_per_s=1000.0, step_s=2.0, mem_gb=1.5, mfu=0.25)
@@ -23,9 +25,20 @@ def test_metrics_are_json_and_the_later_record_of_a_step_counts(tmp_path):
     for record in (RECORD, RECORD | dict(step=21, grad_norm=math.inf), RECORD | dict(loss=2.0)):
         report.append(file, record)
     (tmp_path / "metrics.jsonl").write_text(file.getvalue())
-    records = report.read_metrics(tmp_path / "metrics.jsonl")
+    records = metrics(tmp_path)
     assert list(records) == [20, 21]
     assert records[20]["loss"] == 2.0 and records[21]["grad_norm"] is None
+
+
+def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(RECORD) + '\n{"step": 21, "lo')
+    for step in (21, 22):
+        with report.open_metrics(path, resume=True) as file:
+            report.append(file, RECORD | dict(step=step))
+    assert list(metrics(tmp_path)) == [20, 21, 22]
+    report.open_metrics(path, resume=False).close()
+    assert path.read_text() == ""
 
 
 def test_unknown_hardware_has_no_peak():

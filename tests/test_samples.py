@@ -68,7 +68,7 @@ def prepared(folder, train, **meta):
 
 
 def test_windows_overlap_by_the_one_token_that_is_target_only(tmp_path):
-    train, val, _ = open_windows(prepared(tmp_path, 21), 5, 384)
+    train, val, _ = open_windows(prepared(tmp_path, 21), 5, 300)
     assert train.ids.tolist() == [list(range(i, i + 6)) for i in (0, 5, 10, 15)]
     assert val.ids.shape == (0, 6)
 
@@ -79,4 +79,4 @@ def test_windows_overlap_by_the_one_token_that_is_target_only(tmp_path):
     (20, dict(dtype="uint32"), "not the 20 uint32 ids")])
 def test_unusable_files_are_refused(tmp_path, train, meta, says):
     with pytest.raises(UsageError, match=says):
-        open_windows(prepared(tmp_path, train, **meta), 5, 384)
+        open_windows(prepared(tmp_path, train, **meta), 5, 400)

@@ -9,7 +9,7 @@ from nanogeex import zero
 from nanogeex.mesh import Mesh
 from nanogeex.optim import adamw, loss_scaler, optimizer_step
 from nanogeex.samples import Windows, micro_batches, permuted, shares
-from tests.ranks import build, on_ranks, small_config
+from tests.ranks import batch, build, on_ranks, small_config
 
 WINDOWS = torch.randint(0, 320, (64, 17), generator=torch.Generator().manual_seed(3)).numpy()
 
@@ -91,6 +91,29 @@ def test_low_precision_is_near_fp32():
               for precision in ("fp32", "bf16", "fp16")}
     for precision in ("bf16", "fp16"):
         assert 0 < abs(losses[precision] - losses["fp32"]) < 2e-2
+
+
+def reduced(mesh):
+    """In bf16: this rank's reduced gradients, and its own before the reduction."""
+    config = small_config(precision="bf16")
+    ids = batch(config, mesh.dp)[0][mesh.dp_rank:mesh.dp_rank + 1]
+    gradients = []
+    for place in (mesh, Mesh()):
+        model, compute, _, table = build(config, place)
+        zero.micro_batch(model, compute, True, True)
+        compute(ids, ids, torch.ones(1)).backward()
+        gradients.append({name: zero.local(w.grad) for name, w in model.named_parameters()})
+    return *gradients, table
+
+
+def test_gradients_are_reduced_in_fp32():
+    ranks = on_ranks(4, 1, reduced)
+    table = ranks[0][2]
+    for rank, (mine, _, _) in enumerate(ranks):
+        for name, gradient in mine.items():
+            mean = sum(own[name] for _, own, _ in ranks) / 4
+            true = zero.piece(mean, table[name].dim, Mesh(rank=rank, dp=4))
+            torch.testing.assert_close(gradient, true, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def count_collectives(mesh, micro):
