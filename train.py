@@ -168,8 +168,8 @@ def find_start(config: TrainConfig) -> str | None:
     if (start / "checkpoints").is_dir():                        # a run: its newest
         start = checkpoint.newest(start / "checkpoints") or start
     if own and start.resolve() != own.resolve():
-        raise UsageError(f"--resume {start}: --out {config.out} has a checkpoint of its own, {own}, "
-                         "that would be taken for this run's; give another --out, or remove it")
+        raise UsageError(f"--resume {start}: --out {config.out} has a checkpoint of its own, {own};"
+                         " give another --out, or remove that")
     saved = checkpoint.read_meta(start)["config"]
     for field in fields(ModelConfig):
         mine, its = getattr(config, field.name), saved[field.name]

@@ -113,7 +113,8 @@ def read_meta(path: Path) -> dict:
 
 def newest(directory: Path) -> Path | None:
     """The whole checkpoint of the highest step, if there is one."""
-    return max((path.parent for path in directory.glob(f"step-{'[0-9]' * 8}/meta.json")), default=None)
+    whole = directory.glob(f"step-{'[0-9]' * 8}/meta.json")
+    return max((path.parent for path in whole), default=None)
 
 
 def _quietly(call, state: dict[str, Tensor], path: Path, mesh: Mesh) -> None:

@@ -134,7 +134,7 @@ def _size_and_time(path: str) -> tuple[int, int]:
     try:
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
-    except OSError:                             # gone since it was listed: "unreadable" in the table
+    except OSError:                             # gone since it was listed: it will be "unreadable"
         return 0, 0
 
 

@@ -33,7 +33,7 @@ def save(mesh, folder):
     _, _, shards, table = build(small_config(), mesh)
     optimizer = adamw(shards, small_config())
     fill(shards, optimizer, table, mesh, 1.0)
-    checkpoint.save(folder, dict(step=7), shards, optimizer, table, mesh)
+    checkpoint.save(folder, dict(step=7, config={}), shards, optimizer, table, mesh)
 
 
 def load(mesh, folder, stepped):

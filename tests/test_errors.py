@@ -89,7 +89,8 @@ def test_going_back_within_a_run_is_refused(folder):
 
 
 def test_ranks_without_torchrun(folder):
-    ended = run("train.py", cwd=folder, check=False, env=os.environ | {"WORLD_SIZE": "2", "RANK": "0"})
+    alone = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
+    ended = run("train.py", cwd=folder, check=False, env=alone)
     check(ended, "WORLD_SIZE 2: ")
 
 

@@ -35,15 +35,15 @@ def test_same_ids_at_every_tp(tp, sampling):
     assert on_ranks(tp, tp, continued, sampling) == [expected] * tp
 
 
-def strays(mesh):
+def strays(mesh, seeds):
     """Each rank has a seed of its own."""
     model = build(small_config(), mesh)[0]
-    return list(generate(model, PROMPT, 12, -1, Sampling(1.0), mesh.rank, mesh))
+    return list(generate(model, PROMPT, 12, -1, Sampling(1.0), seeds[mesh.rank], mesh))
 
 
 def test_the_choice_of_rank0_is_everyones():
-    alone = strays(Mesh())
-    assert on_ranks(2, 2, strays) == [alone, alone] and strays(Mesh(rank=1, dp=2)) != alone
+    alone = strays(Mesh(), [0])
+    assert on_ranks(2, 2, strays, [0, 1]) == [alone, alone] and strays(Mesh(), [1]) != alone
 
 
 def test_where_it_stops():
