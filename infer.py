@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from nanogeex import checkpoint
-from nanogeex.config import DTYPES, InferConfig, ModelConfig, UsageError, check_shape, parse
+from nanogeex.command_line import parse
+from nanogeex.config import DTYPES, InferConfig, ModelConfig, UsageError, check_shape
 from nanogeex.generate import Sampling, generate, stream_text
 from nanogeex.mesh import Mesh, init_mesh, launch, on_rank0, pick_device, world_size
 from nanogeex.model import CodeGeeX, split_table

@@ -1,7 +1,8 @@
 """Train a CodeGeeX: `python train.py`, or `torchrun --nproc_per_node N train.py --tp T`.
 
 The loop is all there is: a window of micro-batches forward and backward, one number for clipping
-and overflow, AdamW, a line of metrics; now and then an evaluation and a checkpoint.
+and overflow, AdamW, a line of metrics; now and then an evaluation and a checkpoint.  The defaults
+below are those of --preset tiny.
 """
 
 import json
@@ -17,14 +18,8 @@ import torch
 from torch import nn
 
 from nanogeex import checkpoint, data, report, zero
-from nanogeex.config import (
-    DTYPES,
-    ModelConfig,
-    TrainConfig,
-    UsageError,
-    default_precision,
-    parse,
-)
+from nanogeex.command_line import parse
+from nanogeex.config import DTYPES, ModelConfig, TrainConfig, UsageError, default_precision
 from nanogeex.mesh import (
     Mesh,
     all_reduce_sum,

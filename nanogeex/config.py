@@ -1,17 +1,14 @@
-"""Configuration: one dataclass a program, three presets, one strict command line made from them.
+"""Configuration: all that can be set, one dataclass a program, and three presets.
 
-A field is written once, with its default, its help and its bounds; the flag, the check and the line
-in `--help` come from it.  Defaults < preset < command line.  Flags carry the names that Megatron-LM
-and CodeGeeX scripts use.  What a user can get wrong raises `UsageError`: one line that names the
-field, the value and the remedy.
+A field is written once, with its default, its help and its bounds; its flag, the check and the line
+in `--help` are made from it (command_line.py).  Names are those of Megatron-LM's and CodeGeeX's
+scripts.  What a user can get wrong raises `UsageError`: one line that names the field, the value
+and the remedy.
 
 Tests: tests/test_config.py, tests/test_errors.py.
 """
 
-import argparse
-import difflib
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 
@@ -172,69 +169,6 @@ PRESETS: dict[str, dict] = {
         make_vocab_size_divisible_by=52224, micro_batch_size=16, global_batch_size=3072, lr=2e-4,
         min_lr=1e-7, train_iters=100000, lr_warmup_iters=1500, checkpoint_activations=True),
 }
-
-
-def parse(config_class, argv: list[str], description: str):
-    """Command line -> config.  Raises UsageError; `--help` prints and leaves with 0."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]", description=description, allow_abbrev=False,
-        argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = _refuse                      # one line, not a page of usage
-    known = {f.name: f for f in fields(config_class)}
-    preset_defaults, groups = PRESETS["tiny"] if "preset" in known else {}, {}
-    for f in known.values():
-        meta = f.metadata
-        if meta["group"] not in groups:
-            groups[meta["group"]] = parser.add_argument_group(meta["group"])
-        group = groups[meta["group"]]
-        names = [_flag_name(f)] + ([meta["short"]] if "short" in meta else [])
-        if f.type is bool:
-            group.add_argument(*names, action="store_true", help=meta["help"])
-            continue
-        default = preset_defaults.get(f.name, f.default)
-        default = "" if default is None else f" (default: {default})"
-        convert = meta.get("type", f.type)
-        options = {"type": convert, "metavar": {int: "N", float: "X"}.get(convert, f.name.upper())}
-        if "choices" in meta:
-            options["metavar"] = " | ".join(meta["choices"])
-        if "list" in str(f.type):
-            options |= {"type": str, "action": "extend", "nargs": "+"}
-        group.add_argument(*names, help=meta["help"] + default, **options)
-    for short in ("fp16", "bf16"):
-        groups[known["precision"].metadata["group"]].add_argument(
-            f"--{short}", dest="precision", action="store_const", const=short,
-            help=f"--precision {short}")
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, 1)
-        raise UsageError(f"{unknown[0]}: no such flag or argument"
-                         f"{'; did you mean ' + near[0] + '?' if near else ''}; see --help")
-    for name, value in vars(given).items():
-        _check_bounds(known[name], value)
-    preset = PRESETS[getattr(given, "preset", "tiny")] if "preset" in known else {}
-    return config_class(**preset | vars(given))
-
-
-def _flag_name(f) -> str:
-    return "--" + f.name.replace("_", "-")
-
-
-def _refuse(message: str):
-    raise UsageError(message.removeprefix("argument ") + "; see --help for the flags")
-
-
-def _check_bounds(f, value):
-    meta, shown = f.metadata, f"{_flag_name(f)} {value}"
-    if "choices" in meta and value not in meta["choices"]:
-        raise UsageError(f"{shown}: unknown; choose one of {', '.join(meta['choices'])}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{shown}: not a finite number; give one")
-    if "low" in meta and value < meta["low"]:
-        raise UsageError(f"{shown}: must be {meta['low']} or more")
-    if "above" in meta and value <= meta["above"]:
-        raise UsageError(f"{shown}: must be above {meta['above']}")
-    if "high" in meta and value > meta["high"]:
-        raise UsageError(f"{shown}: must be {meta['high']} or less")
 
 
 def check_shape(config: ModelConfig, tp: int) -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanogeex.config import InferConfig, TrainConfig, UsageError, default_precision, parse
+from nanogeex.command_line import parse
+from nanogeex.config import InferConfig, TrainConfig, UsageError, default_precision
 
 
 def train(*argv):

@@ -1,0 +1,77 @@
+"""One strict command line, made from the fields of a configuration.
+
+Defaults < preset < flags.  An unknown flag, a value out of its bounds or of the wrong type is a
+`UsageError` of one line, instead of argparse's page of usage.
+
+Tests: tests/test_config.py, tests/test_errors.py.
+"""
+
+import argparse
+import difflib
+import math
+from dataclasses import fields
+
+from nanogeex.config import PRESETS, UsageError
+
+
+def parse(config_class, argv: list[str], description: str):
+    """Command line -> config.  Raises UsageError; `--help` prints and leaves with 0."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags]", description=description, allow_abbrev=False,
+        argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = _refuse                      # one line, not a page of usage
+    known = {f.name: f for f in fields(config_class)}
+    preset_defaults, groups = PRESETS["tiny"] if "preset" in known else {}, {}
+    for f in known.values():
+        meta = f.metadata
+        if meta["group"] not in groups:
+            groups[meta["group"]] = parser.add_argument_group(meta["group"])
+        group = groups[meta["group"]]
+        names = [_flag_name(f)] + ([meta["short"]] if "short" in meta else [])
+        if f.type is bool:
+            group.add_argument(*names, action="store_true", help=meta["help"])
+            continue
+        default = preset_defaults.get(f.name, f.default)
+        default = "" if default is None else f" (default: {default})"
+        convert = meta.get("type", f.type)
+        options = {"type": convert, "metavar": {int: "N", float: "X"}.get(convert, f.name.upper())}
+        if "choices" in meta:
+            options["metavar"] = " | ".join(meta["choices"])
+        if "list" in str(f.type):
+            options |= {"type": str, "action": "extend", "nargs": "+"}
+        group.add_argument(*names, help=meta["help"] + default, **options)
+    for short in ("fp16", "bf16"):
+        groups[known["precision"].metadata["group"]].add_argument(
+            f"--{short}", dest="precision", action="store_const", const=short,
+            help=f"--precision {short}")
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, 1)
+        raise UsageError(f"{unknown[0]}: no such flag or argument"
+                         f"{'; did you mean ' + near[0] + '?' if near else ''}; see --help")
+    for name, value in vars(given).items():
+        _check_bounds(known[name], value)
+    preset = PRESETS[getattr(given, "preset", "tiny")] if "preset" in known else {}
+    return config_class(**preset | vars(given))
+
+
+def _flag_name(f) -> str:
+    return "--" + f.name.replace("_", "-")
+
+
+def _refuse(message: str):
+    raise UsageError(message.removeprefix("argument ") + "; see --help for the flags")
+
+
+def _check_bounds(f, value):
+    meta, shown = f.metadata, f"{_flag_name(f)} {value}"
+    if "choices" in meta and value not in meta["choices"]:
+        raise UsageError(f"{shown}: unknown; choose one of {', '.join(meta['choices'])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{shown}: not a finite number; give one")
+    if "low" in meta and value < meta["low"]:
+        raise UsageError(f"{shown}: must be {meta['low']} or more")
+    if "above" in meta and value <= meta["above"]:
+        raise UsageError(f"{shown}: must be above {meta['above']}")
+    if "high" in meta and value > meta["high"]:
+        raise UsageError(f"{shown}: must be {meta['high']} or less")
