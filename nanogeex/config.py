@@ -74,7 +74,7 @@ class TrainConfig(ModelConfig):
         "directory; default: the running Python's library and some C++ headers of torch")
     num_workers: int = flag(0, "data", "processes that tokenise; 0: one a core", low=0, high=512)
 
-    train_iters: int = flag(1200, "training", "optimizer steps in all", low=0)
+    train_iters: int = flag(1000, "training", "optimizer steps in all", low=0)
     micro_batch_size: int = flag(
         16, "training", "samples a data rank puts through the model at once, at most", low=1)
     global_batch_size: int = flag(
