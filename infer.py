@@ -14,7 +14,7 @@ from nanogeex.command_line import parse
 from nanogeex.config import DTYPES, InferConfig, ModelConfig, UsageError, check_shape
 from nanogeex.generate import Sampling, generate, stream_text
 from nanogeex.mesh import Mesh, init_mesh, launch, on_rank0, pick_device, world_size
-from nanogeex.model import CodeGeeX, split_table
+from nanogeex.model import CodeGeeX, Options, split_table
 from nanogeex.tokenizer import CodeTokenizer
 
 
@@ -77,7 +77,7 @@ def prompts(config: InferConfig) -> list[str]:
 def load(path: Path, shape: ModelConfig, ln_fp16: bool, dtype: torch.dtype, mesh: Mesh) -> CodeGeeX:
     """This rank's share of a checkpoint's weights, ready to generate."""
     with torch.device("meta"):
-        model = CodeGeeX(shape, mesh, ln_fp16).requires_grad_(False)
+        model = CodeGeeX(shape, mesh, Options(ln_fp16)).requires_grad_(False)
     model.to_empty(device=mesh.device)
     checkpoint.load(path, dict(model.named_parameters()), None, split_table(model), mesh)
     return model.to(dtype).eval()

@@ -29,9 +29,16 @@ from nanogeex.mesh import (
     on_rank0,
     pick_device,
 )
-from nanogeex.model import CodeGeeX, initial_weight, split_table
-from nanogeex.optim import adamw, loss_scaler, lr_at, optimizer_step
-from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares
+from nanogeex.model import CodeGeeX, Options, initial_weight, split_table
+from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimizer_step
+from nanogeex.samples import (
+    Windows,
+    micro_batches,
+    open_windows,
+    permuted,
+    shares,
+    step_seed,
+)
 
 
 def main(argv: list[str]) -> None:
@@ -56,9 +63,11 @@ def main(argv: list[str]) -> None:
 
     # The model: built without memory, cut over tp and dp, filled in place.
     with torch.device("meta"):
-        model = CodeGeeX(config, mesh, config.ln_fp16, config.checkpoint_activations)
+        model = CodeGeeX(config, mesh, Options(
+            config.ln_fp16, config.recompute, config.hidden_dropout, config.attention_dropout))
     table = split_table(model)
-    compute = zero.shard(model, mesh, DTYPES[config.precision])
+    compute = zero.shard(
+        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype])
     shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
     optimizer, scaler = adamw(shards, config), loss_scaler(config)
     step, samples, skipped = 0, 0, 0
@@ -92,13 +101,14 @@ def main(argv: list[str]) -> None:
     peak = report.peak_flops(device) * mesh.world
     logged, saved = (time.perf_counter(), step), (step if start else None)
     while step < config.train_iters:
-        began, tokens = time.perf_counter(), batch * seq_length
+        began = time.perf_counter()
         lr = lr_at(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
         scale = scaler.scale if scaler else 1.0
 
-        loss = torch.zeros((), dtype=torch.float64, device=device)
+        torch.manual_seed(step_seed(config.seed, samples, mesh.dp_rank))        # for dropout
+        sums = torch.zeros(2, dtype=torch.float64, device=device)               # loss, tokens
         chosen = permuted(np.arange(samples, samples + batch), len(train.ids), config.seed)
         window = micro_batches(
             train, chosen, mesh.dp, mesh.dp_rank, config.micro_batch_size, device)
@@ -106,23 +116,30 @@ def main(argv: list[str]) -> None:
             zero.micro_batch(model, compute, first=i == 0, last=i == number - 1)
             part = compute(ids, targets, weights)               # sum over the micro-batch's tokens
             (part * (scale / seq_length)).backward()            # scaled alike at every topology
-            loss += part.detach()
+            sums += torch.stack([part.detach(), weights.sum()])
+        total, tokens = all_reduce_sum(sums, mesh.dp_group).tolist()            # of the step
 
         # FSDP2 has averaged over dp; undo that and the scale, and divide by the step's tokens.
         unscale = mesh.dp * seq_length / (scale * tokens)
         gradients = {name: zero.local(weight.grad) for name, weight in model.named_parameters()}
+        if config.debug_inf == f"{step + 1}:{mesh.rank}":
+            gradients["final_layernorm.weight"].view(-1)[:1] = math.inf
         norm, taken = optimizer_step(
             optimizer, shards, gradients, table, mesh, unscale, config.clip_grad)
+        if scaler and not taken and scaler.exhausted:
+            raise UsageError(
+                f"--min-loss-scale {scaler.minimum:g}: reached, and step {step + 1} still "
+                f"overflows, first in {first_not_finite(gradients, mesh)}; lower --lr, or take "
+                "--bf16, and resume: the last checkpoint is intact")
         model.zero_grad()
         del gradients                                           # or they live through the next step
         step, samples, skipped = step + 1, samples + batch, skipped + (not taken)
         if scaler:
             scaler.update(overflow=not taken)
 
-        loss = all_reduce_sum(loss, mesh.dp_group).item() / tokens
         seconds = time.perf_counter() - began
         record = {
-            "step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale,
+            "step": step, "loss": total / tokens, "lr": lr, "grad_norm": norm, "loss_scale": scale,
             "skipped": skipped, "samples": samples, "tokens": samples * seq_length,
             "tokens_per_s": tokens / seconds, "step_s": seconds,
             "mfu": config.flops_per_token() * tokens / seconds / peak if peak else 0.0,
@@ -194,9 +211,9 @@ def prepare(config: TrainConfig, start: str | None) -> str:
 def changes(before: dict, config: TrainConfig) -> str:
     """What differs from the run that is resumed, in words."""
     now = asdict(config)
-    names = [name for name in now if now[name] != before[name] and name not in ("out", "resume")]
+    names = [name for name in now if name in before and now[name] != before[name]]
     return "".join(f", --{name.replace('_', '-')} {now[name]} (was {before[name]})"
-                   for name in names)
+                   for name in names if name not in ("out", "resume"))
 
 
 @torch.no_grad()
@@ -205,15 +222,18 @@ def evaluate(model: nn.Module, compute: nn.Module, val: Windows, config: TrainCo
     """Mean loss a token over the first --eval-iters global batches of validation windows, shared by
     the data ranks; None where there is no window."""
     count = min(len(val.ids), config.eval_iters * config.global_batch_size)
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)              # loss, tokens
     if count == 0:
         return None
     zero.refresh(model, compute)
+    compute.eval()
     for ids, targets, weights in micro_batches(val, np.arange(count), mesh.dp, mesh.dp_rank,
                                                config.micro_batch_size, mesh.device):
-        total += compute(ids, targets, weights)
+        sums += torch.stack([compute(ids, targets, weights), weights.sum()])
+    compute.train()
     zero.release(compute)
-    return all_reduce_sum(total, mesh.dp_group).item() / (count * config.seq_length)
+    total, tokens = all_reduce_sum(sums, mesh.dp_group).tolist()
+    return total / tokens
 
 
 def in_words(loss: float | None, val: Windows) -> str:

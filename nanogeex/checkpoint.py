@@ -68,6 +68,7 @@ def save(directory: Path, meta: dict, shards: dict[str, Tensor], optimizer: torc
          table: dict[str, Split], mesh: Mesh) -> Path:
     """Write `directory`/step-..., by all ranks together.  `meta` holds the step and whatever else
     resuming needs; the number of steps that Adam took goes with it."""
+    check_replicas(shards, table, mesh)
     final = directory / f"step-{meta['step']:08d}"
     temporary = directory / f"{final.name}.tmp"
     if mesh.rank == 0:
@@ -90,6 +91,21 @@ def save(directory: Path, meta: dict, shards: dict[str, Tensor], optimizer: torc
         os.replace(temporary, final)
     _barrier(mesh)
     return final
+
+
+def check_replicas(shards: dict[str, Tensor], table: dict[str, Split], mesh: Mesh) -> None:
+    """What all tp ranks hold must be the same bits on all of them: compared by sums of the bits.
+    Raises RuntimeError, on all ranks of the group, with the name of the first that is not."""
+    if mesh.tp == 1:
+        return
+    names = [name for name in shards if table[name].dim is None]
+    sums = torch.stack([shards[name].view(torch.int32).sum(dtype=torch.int64) for name in names])
+    most = torch.cat([sums, -sums])                                     # largest, and -smallest
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.tp_group)
+    for name, largest, smallest in zip(names, *most.view(2, -1).tolist(), strict=True):
+        if largest != -smallest:
+            raise RuntimeError(f"{name}: not the same on the tp ranks of data rank {mesh.dp_rank}; "
+                               "nothing is saved, resume the last checkpoint")
 
 
 def load(path: Path, shards: dict[str, Tensor], optimizer: torch.optim.Optimizer | None,

@@ -8,6 +8,7 @@ and the remedy.
 Tests: tests/test_config.py, tests/test_errors.py.
 """
 
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +88,10 @@ class TrainConfig(ModelConfig):
         low=0, type=int)
     lr_decay_iters: int | None = flag(
         None, "training", "step that reaches --min-lr; default: --train-iters", low=1, type=int)
+    hidden_dropout: float = flag(
+        0.0, "training", "of embeddings and of what blocks add to the residual", low=0, high=0.99)
+    attention_dropout: float = flag(
+        0.0, "training", "of the attention probabilities", low=0, high=0.99)
     weight_decay: float = flag(0.1, "training", "AdamW's, not on biases and LayerNorms", low=0)
     adam_beta1: float = flag(0.9, "training", "decay of the first moment", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "training", "decay of the second moment", low=0, high=0.999999)
@@ -97,6 +102,9 @@ class TrainConfig(ModelConfig):
         None, "precision", "of products and activations, masters are fp32; default: fp32 on a CPU "
         "without fast bf16, else bf16, fp16 for codegeex-13b on CUDA", choices=tuple(DTYPES),
         type=str)
+    grad_reduce_dtype: str = flag(
+        "fp32", "precision", "in which gradients are summed over the data ranks; fp16 sends half",
+        choices=("fp32", "bf16", "fp16"))
     ln_fp16: bool = flag(False, "precision", "LayerNorm in the products' precision, not in fp32")
     initial_loss_scale: float = flag(2.0**12, "precision", "with fp16", above=0)
     min_loss_scale: float = flag(1.0, "precision", "with fp16", above=0)
@@ -107,9 +115,15 @@ class TrainConfig(ModelConfig):
     tensor_model_parallel_size: int = flag(
         1, "parallelism", "ranks that share every layer; the others take other samples",
         low=1, short="--tp")
-    checkpoint_activations: bool = flag(
-        False, "parallelism", "keep a block's input only, and recompute the rest in backward")
+    recompute: str = flag(
+        "none", "parallelism", "in backward, instead of keeping activations: full keeps a block's "
+        "input; selective keeps two inputs, and repeats no all-reduce",
+        choices=("none", "selective", "full"))
+    checkpoint_activations: bool = flag(False, "parallelism", "--recompute full")
 
+    debug_inf: str | None = flag(
+        None, "logging", "STEP:RANK plants an inf in that rank's gradient at that step, to try "
+        "what an overflow does", type=str)
     log_interval: int = flag(10, "logging", "steps between log lines", low=1)
     eval_interval: int = flag(500, "logging", "steps between evaluations", low=1)
     eval_iters: int = flag(100, "logging", "global batches an evaluation, at most", low=1)
@@ -117,6 +131,8 @@ class TrainConfig(ModelConfig):
         500, "logging", "steps between checkpoints; the last step always makes one", low=1)
 
     def __post_init__(self):
+        if self.checkpoint_activations and self.recompute == "none":
+            self.recompute = "full"
         self.lr_decay_iters = self.lr_decay_iters or max(1, self.train_iters)
         if self.lr_warmup_iters is None:
             self.lr_warmup_iters = self.lr_decay_iters // 20
@@ -125,6 +141,8 @@ class TrainConfig(ModelConfig):
         if self.min_loss_scale > self.initial_loss_scale:
             raise UsageError(f"--min-loss-scale {self.min_loss_scale}: above --initial-loss-scale "
                              f"{self.initial_loss_scale}; lower it")
+        if self.debug_inf and not re.fullmatch(r"\d+:\d+", self.debug_inf):
+            raise UsageError(f"--debug-inf {self.debug_inf}: not STEP:RANK; give two numbers")
         check_shape(self, self.tensor_model_parallel_size)
 
 
@@ -167,7 +185,8 @@ PRESETS: dict[str, dict] = {
     "codegeex-13b": dict(
         num_layers=39, hidden_size=5120, num_attention_heads=40, seq_length=2048, vocab_size=50400,
         make_vocab_size_divisible_by=52224, micro_batch_size=16, global_batch_size=3072, lr=2e-4,
-        min_lr=1e-7, train_iters=100000, lr_warmup_iters=1500, checkpoint_activations=True),
+        min_lr=1e-7, train_iters=100000, lr_warmup_iters=1500, hidden_dropout=0.1,
+        attention_dropout=0.1, recompute="full"),
 }
 
 

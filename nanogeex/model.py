@@ -11,11 +11,17 @@ Module names are those of the released checkpoint.  Under tensor parallelism a r
 heads, 4H/tp columns of the FFN and V/tp rows of the vocabulary; the residual stream is repeated.
 D is the size of a head.
 
+Dropout follows what is split: on the residual stream all tp ranks draw the same mask, on their own
+heads each draws its own.  Recomputation gets the random stream's state back, and so the masks.
+
 Tests: tests/test_model.py.
 """
 
 import math
 import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,6 +36,7 @@ from nanogeex.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     copy_to_tp,
+    own_randomness,
     vocab_parallel_cross_entropy,
 )
 
@@ -72,8 +79,11 @@ class PositionEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, mesh: Mesh):
+    """(B, T, H) -> (B, T, H), a summand of each rank: the caller finishes `dense`."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, dropout: float):
         super().__init__()
+        self.dropout = dropout
         hidden = config.hidden_size
         self.mesh, self.head_size = mesh, hidden // config.num_attention_heads
         self.query = ColumnParallelLinear(hidden, hidden, mesh)
@@ -97,11 +107,16 @@ class Attention(nn.Module):
         mask = None
         if 0 < start < stop - 1:                                        # token i sees start + i + 1
             mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=start == 0)
-        return self.dense(y.transpose(1, 2).flatten(2))                 # (B, T, H/tp) -> (B, T, H)
+        dropout = self.dropout if self.training else 0.0
+        with own_randomness(self.mesh) if dropout else nullcontext():
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=start == 0)
+        return self.dense.partial(y.transpose(1, 2).flatten(2))         # (B, T, H/tp) -> (B, T, H)
 
 
 class MLP(nn.Module):
+    """(B, T, H) -> (B, T, H), a summand of each rank: the caller finishes `dense_4h_to_h`."""
+
     def __init__(self, config: ModelConfig, mesh: Mesh):
         super().__init__()
         self.mesh = mesh
@@ -109,59 +124,92 @@ class MLP(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, mesh)
 
     def forward(self, x: Tensor) -> Tensor:             # (B, T, H) -> (B, T, 4H/tp) -> (B, T, H)
-        return self.dense_4h_to_h(fast_gelu(self.dense_h_to_4h(copy_to_tp(x, self.mesh))))
+        y = fast_gelu(self.dense_h_to_4h(copy_to_tp(x, self.mesh)))
+        return self.dense_4h_to_h.partial(y)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model runs, not what it is: TrainConfig's fields of the same names."""
+
+    ln_fp16: bool = False
+    recompute: str = "none"
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
 
 class Block(nn.Module):
-    """(B, T, H) -> (B, T, H), repeated on all tp ranks; a `query` (1, T, H) makes it top-query."""
+    """(B, T, H) -> (B, T, H), repeated on all tp ranks; a `query` (1, T, H) makes it top-query.
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, ln_fp16: bool, recompute: bool):
+    What recomputation keeps (arXiv:2205.05198), and the all-reduces that it runs again:
+
+          x -> [ LN, attention ] -> g, +b, +x -> [ LN, FFN ] -> g, +b, +x ->
+      full       |------------------ one region -----------------------|     x; the first g
+      selective  |--- region ---|               |- region -|                 two inputs; none
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: "Options"):
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.dropout = options.recompute, options.hidden_dropout
+        self.draws = options.hidden_dropout > 0 or options.attention_dropout > 0
+        ln_fp16 = options.ln_fp16
         self.input_layernorm = LayerNorm(config.hidden_size, ln_fp16)
-        self.attention = Attention(config, mesh)
+        self.attention = Attention(config, mesh, options.attention_dropout)
         self.post_attention_layernorm = LayerNorm(config.hidden_size, ln_fp16)
         self.mlp = MLP(config, mesh)
 
     def forward(self, x: Tensor, query: Tensor | None = None, cache: KeysValues | None = None,
                 start: int = 0) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():      # keep x alone, run again in backward
-            return checkpoint(self.block, x, query, cache, start, use_reentrant=False,
-                              preserve_rng_state=False)
-        return self.block(x, query, cache, start)
+        return self.region("full", self.block, x, query, cache, start)
+
+    def region(self, kind: str, run: Callable[..., Tensor], *inputs) -> Tensor:
+        """run(*inputs), and once more in backward if this kind of recomputation is asked for."""
+        if self.recompute != kind or not torch.is_grad_enabled():
+            return run(*inputs)
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=self.draws)
 
     def block(self, x: Tensor, query: Tensor | None, cache: KeysValues | None,
               start: int) -> Tensor:
-        x = x + self.attention(self.input_layernorm(x), query, cache, start)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.region("selective", self.attend, x, query, cache, start)           # summands
+        x = x + F.dropout(self.attention.dense.finish(y), self.dropout, self.training)
+        y = self.region("selective", self.feed_forward, x)                          # summands
+        return x + F.dropout(self.mlp.dense_4h_to_h.finish(y), self.dropout, self.training)
+
+    def attend(self, x: Tensor, query: Tensor | None, cache: KeysValues | None,
+               start: int) -> Tensor:
+        return self.attention(self.input_layernorm(x), query, cache, start)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.post_attention_layernorm(x))
 
 
 class CodeGeeX(nn.Module):
     """One tp rank's share of the model.  Built on the meta device, then filled in place."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, ln_fp16: bool = False,
-                 recompute: bool = False):
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: Options | None = None):
         super().__init__()
-        self.config, self.mesh = config, mesh
+        options = options or Options()
+        self.config, self.mesh, self.dropout = config, mesh, options.hidden_dropout
         hidden, positions = config.hidden_size, config.seq_length
         self.word_embeddings = VocabParallelEmbedding(config.padded_vocab_size, hidden, mesh)
         self.position_embeddings = PositionEmbedding(positions, hidden)
         self.layers = nn.ModuleList(
-            Block(config, mesh, ln_fp16, recompute) for _ in range(config.num_layers))
-        self.final_layernorm = LayerNorm(hidden, ln_fp16)
+            Block(config, mesh, options) for _ in range(config.num_layers))
+        self.final_layernorm = LayerNorm(hidden, options.ln_fp16)
         self.top_query_embeddings = VocabParallelEmbedding(positions, hidden, mesh)
-        self.top_query_layer = Block(config, mesh, ln_fp16, recompute)
+        self.top_query_layer = Block(config, mesh, options)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, weights: Tensor | None = None,
                 cache: list[KeysValues] | None = None, start: int = 0) -> Tensor:
         """ids (B, T) -> logits (B, T, V/tp), this rank's rows of the vocabulary.
 
-        With `targets` (B, T) and `weights` (B), one a sequence: the sum over all tokens of weight
-        times loss, a scalar in fp32, repeated on all tp ranks.  With a `cache` that holds `start`
-        tokens, ids are the tokens from there on, and join them."""
+        With `targets` and `weights` (B, T): the sum over all tokens of weight times loss, a scalar
+        in fp32, repeated on all tp ranks; weight 0 masks a target.  With a `cache` that holds
+        `start` tokens, ids are the tokens from there on, and join them."""
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         caches = cache or [None] * (len(self.layers) + 1)
         x = self.word_embeddings(ids) + self.position_embeddings(positions)         # (B, T, H)
+        x = F.dropout(x, self.dropout, self.training)
         for i, layer in enumerate(self.layers):
             x = layer(x, cache=caches[i], start=start)
         query = self.top_query_embeddings(positions)[None]                          # (1, T, H)
@@ -170,7 +218,7 @@ class CodeGeeX(nn.Module):
         if targets is None:
             return logits
         losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), targets.flatten(), self.mesh)
-        return (losses.view_as(targets).sum(1) * weights).sum()                     # (B T) -> ()
+        return (losses * weights.flatten()).sum()                                   # (B T) -> ()
 
     def empty_cache(self, batch: int, length: int, dtype: torch.dtype) -> list[KeysValues]:
         """Room for the keys and values of `length` tokens, a pair a block."""

@@ -46,6 +46,11 @@ class LossScaler:
     good_steps: int = 0
     overflows: int = 0
 
+    @property
+    def exhausted(self) -> bool:
+        """One more overflow could not lower the scale."""
+        return self.scale <= self.minimum and self.overflows + 1 >= self.hysteresis
+
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps; the rest are flags."""
         return {name: getattr(self, name) for name in ("scale", "good_steps", "overflows")}
@@ -88,6 +93,16 @@ def gradient_norm(gradients: dict[str, Tensor], table: dict[str, Split], mesh: M
     if mesh.world > 1:
         dist.all_reduce(squared)                                                    # dp and tp
     return squared.sqrt().item()
+
+
+@torch.no_grad()
+def first_not_finite(gradients: dict[str, Tensor], mesh: Mesh) -> str | None:
+    """Name of the first parameter whose gradient is not finite on some rank; alike on all ranks."""
+    bad = torch.stack([~gradient.isfinite().all() for gradient in gradients.values()]).int()
+    if mesh.world > 1:
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    found = [name for name, is_bad in zip(gradients, bad.tolist(), strict=True) if is_bad]
+    return found[0] if found else None
 
 
 @torch.no_grad()

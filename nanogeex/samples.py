@@ -97,6 +97,12 @@ def permuted(k: np.ndarray, n: int, seed: int) -> np.ndarray:
     return x.astype(np.int64)
 
 
+def step_seed(seed: int, samples: int, dp_rank: int) -> int:
+    """Seed of the random numbers that a data rank draws in the step that begins at `samples`."""
+    key = _mix(np.array([samples], np.uint64), np.array([dp_rank], np.uint64))
+    return int(_mix(key, np.array([seed], np.uint64))[0])
+
+
 def shares(count: int, dp: int, micro_batch_size: int) -> tuple[list[int], int]:
     """Where each data rank's samples of a step begin (dp + 1 bounds), and how many micro-batches
     every rank runs: as many as the largest share needs."""
@@ -108,11 +114,11 @@ def shares(count: int, dp: int, micro_batch_size: int) -> tuple[list[int], int]:
 def micro_batches(windows: Windows, samples: np.ndarray, dp: int, dp_rank: int,
                   micro_batch_size: int, device: torch.device
                   ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's share of a step's `samples`: ids (B, T), targets (B, T), weights (B) of each
+    """This rank's share of a step's `samples`: ids, targets and the targets' weights, all (B, T), a
     micro-batch; where nothing is left, one sample of weight 0."""
     bounds, number = shares(len(samples), dp, micro_batch_size)
     for mine in np.array_split(samples[bounds[dp_rank]:bounds[dp_rank + 1]], number):
-        weights = torch.ones(len(mine)) if len(mine) else torch.zeros(1)
         rows = windows.ids[mine if len(mine) else samples[:1]].astype(np.int64)     # (B, T + 1)
         rows = torch.from_numpy(rows).to(device, non_blocking=True)
-        yield rows[:, :-1], rows[:, 1:], weights.to(device)
+        ids, targets = rows[:, :-1], rows[:, 1:]
+        yield ids, targets, torch.full(ids.shape, float(len(mine) > 0), device=device)

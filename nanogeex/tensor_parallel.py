@@ -19,6 +19,9 @@ hidden, V vocabulary, N = B * T.
 Tests: tests/test_tensor_parallel.py.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -64,6 +67,17 @@ def reduce_from_tp(x: Tensor, mesh: Mesh) -> Tensor:
     return x if mesh.tp == 1 else _ReduceFromTP.apply(x, mesh.tp_group)
 
 
+@contextmanager
+def own_randomness(mesh: Mesh) -> Iterator[None]:
+    """Random numbers drawn inside differ between the tp ranks; the stream outside stays the same
+    on all.  The inner seed comes from the outer stream, so that recomputation, which is given the
+    outer stream's state again, repeats both."""
+    seed = torch.randint(2**62, ()).item()
+    with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
+        torch.manual_seed(seed + mesh.tp_rank)
+        yield
+
+
 def split(size: int, mesh: Mesh) -> int:
     assert size % mesh.tp == 0, f"{size} does not divide by tp {mesh.tp}: check_shape comes first"
     return size // mesh.tp
@@ -84,7 +98,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = g(x W^T) + b, the inputs split: (..., I/tp) -> (..., O), repeated on all ranks."""
+    """y = g(x W^T) + b, the inputs split: (..., I/tp) -> (..., O), repeated on all ranks.
+
+    In two halves, so that recomputation can end between them, before the all-reduce."""
 
     TP_DIM = {"weight": 1, "bias": None}
 
@@ -94,10 +110,14 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, split(inputs, mesh)))   # (O, I/tp)
         self.bias = nn.Parameter(torch.empty(outputs))                          # (O)
 
+    def partial(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)                     # (..., I/tp) -> (..., O), a summand
+
+    def finish(self, partial: Tensor) -> Tensor:
+        return reduce_from_tp(partial, self.mesh) + self.bias
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh.tp == 1:
-            return F.linear(x, self.weight, self.bias)
-        return reduce_from_tp(F.linear(x, self.weight), self.mesh) + self.bias
+        return self.finish(self.partial(x))
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -32,11 +32,12 @@ from nanogeex.mesh import Mesh
 from nanogeex.model import CodeGeeX, Split
 
 
-def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype) -> nn.Module:
+def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,
+          reduce_dtype: torch.dtype = torch.float32) -> nn.Module:
     """Cut `model`, built on the meta device, over dp and give it memory, not yet filled.  Returns
     the module that computes, in `dtype`; `model` keeps the fp32 masters."""
     if mesh.dp > 1:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
         for module in [*model.layers, model.top_query_layer, model]:    # each gathers as one
             fully_shard(module, mesh=mesh.dp_mesh(), reshard_after_forward=False, mp_policy=policy)
     model.to_empty(device=mesh.device)

@@ -14,7 +14,7 @@ from torch import nn
 from nanogeex import zero
 from nanogeex.config import DTYPES, ModelConfig, TrainConfig
 from nanogeex.mesh import Mesh, init_mesh
-from nanogeex.model import CodeGeeX, initial_weight, split_table
+from nanogeex.model import CodeGeeX, Options, initial_weight, split_table
 
 
 def _child(rank: int, world: int, tp: int, folder: str, work: Callable, args: tuple) -> None:
@@ -62,13 +62,14 @@ def small_config(**changes) -> TrainConfig:
         make_vocab_size_divisible_by=64, precision="fp32") | changes)
 
 
-def build(config: TrainConfig, mesh: Mesh,
-          recompute: bool = False) -> tuple[CodeGeeX, nn.Module, dict, dict]:
+def build(config: TrainConfig, mesh: Mesh) -> tuple[CodeGeeX, nn.Module, dict, dict]:
     """model, the module that computes, this rank's pieces, the split table."""
     with torch.device("meta"):
-        model = CodeGeeX(config, mesh, config.ln_fp16, recompute)
+        model = CodeGeeX(config, mesh, Options(
+            config.ln_fp16, config.recompute, config.hidden_dropout, config.attention_dropout))
     table = split_table(model)
-    compute = zero.shard(model, mesh, DTYPES[config.precision])
+    compute = zero.shard(
+        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype])
     zero.fill(model, table, mesh, lambda name, shape: random_weight(name, shape, config))
     shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
     return model, compute, shards, table

@@ -73,6 +73,21 @@ def test_any_topology_to_any(tmp_path, world, tp):
         on_ranks(its_world, its_tp, load, tmp_path, its_world == 4)
 
 
+def torn(mesh, folder):
+    _, _, shards, table = build(small_config(), mesh)
+    checkpoint.check_replicas(shards, table, mesh)
+    if mesh.rank == 1:                                      # one bit, on one tp rank
+        shards["layers.0.mlp.dense_4h_to_h.bias"].view(torch.int32)[3] ^= 1
+    with pytest.raises(RuntimeError, match="layers.0.mlp.dense_4h_to_h.bias: not the same"):
+        checkpoint.save(folder, dict(step=7, config={}), shards, adamw(shards, small_config()),
+                        table, mesh)
+
+
+def test_replicas_that_differ_are_not_saved(tmp_path):
+    on_ranks(2, 2, torn, tmp_path)
+    assert checkpoint.newest(tmp_path) is None
+
+
 def test_newest_ignores_what_is_not_whole(tmp_path):
     assert checkpoint.newest(tmp_path) is None
     for name, whole in (("step-00000010", True), ("step-00000020", False),

@@ -28,6 +28,12 @@ def test_short_forms():
     assert parse(InferConfig, ["--prompt", "a", "--prompt", "b", "c"], "").prompt == ["a", "b", "c"]
 
 
+def test_recompute():
+    assert train("--checkpoint-activations").recompute == "full"
+    assert train("--recompute", "selective").recompute == "selective"
+    assert train("--preset", "codegeex-13b").recompute == "full"
+
+
 def test_schedule_defaults():
     assert train("--train-iters", "20").lr_decay_iters == 20
     assert train("--train-iters", "10", "--lr-decay-iters", "200").lr_warmup_iters == 10
@@ -59,6 +65,11 @@ def test_default_precision(monkeypatch):
     ("--weight-decay inf", "--weight-decay inf: not a finite number"),
     ("--preset huge", "--preset huge: unknown; choose one of tiny, 125m, codegeex-13b"),
     ("--precision fp8", "--precision fp8: unknown; choose one of fp32, bf16, fp16"),
+    ("--debug-inf 3", "--debug-inf 3: not STEP:RANK"),
+    ("--recompute some", "--recompute some: unknown; choose one of none, selective, full"),
+    ("--hidden-dropout 1", "--hidden-dropout 1.0: must be 0.99 or less"),
+    ("--grad-reduce-dtype fp64", "--grad-reduce-dtype fp64: unknown; choose one of fp32, bf16"),
+    ("--min-loss-scale 1e6", "--min-loss-scale 1000000.0: above --initial-loss-scale 4096.0"),
     ("--min-lr 1", "--min-lr 1.0: above --lr"),
     ("--tp 3", "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8; "
      "choose one of 1, 2, 4, 8"),

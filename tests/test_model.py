@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanogeex.config import PRESETS, TrainConfig
 from nanogeex.mesh import Mesh
 from nanogeex.model import CodeGeeX, LayerNorm, initial_weight, split_table
+from nanogeex.tensor_parallel import own_randomness
 from nanogeex.zero import piece
 from tests.ranks import batch, build, on_ranks, random_weight, small_config
 
@@ -44,11 +46,15 @@ def reference(config, weight, ids):
     return x @ weight["word_embeddings.weight"].T
 
 
-def loss_and_gradients(mesh, recompute):
-    config = small_config()
-    model, compute, _, _ = build(config, mesh, recompute)
+WEIGHTS = torch.tensor([[1.0], [0.0], [2.0]]).repeat(1, 16)
+
+
+def loss_and_gradients(mesh, recompute, dropout=0.0):
+    config = small_config(recompute=recompute, hidden_dropout=dropout, attention_dropout=dropout)
+    model, compute, _, _ = build(config, mesh)
     ids, targets = batch(config, 3)
-    loss = compute(ids, targets, torch.tensor([1.0, 0.0, 2.0]))
+    torch.manual_seed(5)
+    loss = compute(ids, targets, WEIGHTS)
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -61,19 +67,19 @@ def test_logits_loss_and_gradients_equal_the_reference():
     ids, targets = batch(config, 3)
     logits = reference(config, weight, ids)
     torch.testing.assert_close(model(ids), logits, rtol=1e-4, atol=1e-4)
-    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
-    expected = (losses * torch.tensor([1.0, 0.0, 2.0])).sum()
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    expected = (losses * WEIGHTS).sum()
     expected.backward()
-    loss, gradients = loss_and_gradients(Mesh(), recompute=False)
+    loss, gradients = loss_and_gradients(Mesh(), "none")
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, weight[name].grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_shares_equal_the_whole(tp, recompute):
-    loss, gradients = loss_and_gradients(Mesh(), recompute=False)
+    loss, gradients = loss_and_gradients(Mesh(), "none")
     table = build(small_config(), Mesh())[3]
     ranks = on_ranks(tp, tp, loss_and_gradients, recompute)
     for rank, (its_loss, its_gradients) in enumerate(ranks):
@@ -83,22 +89,92 @@ def test_shares_equal_the_whole(tp, recompute):
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_recompute_gives_the_same_gradients():
-    loss, gradients = loss_and_gradients(Mesh(), recompute=False)
-    its_loss, its_gradients = loss_and_gradients(Mesh(), recompute=True)
-    assert its_loss == loss
-    for name, gradient in its_gradients.items():
-        assert torch.equal(gradient, gradients[name]), name
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_recompute_gives_the_same_gradients(recompute, dropout, tp):
+    """Bit for bit, and so with the same masks."""
+    for mine, true in zip(on_ranks(tp, tp, loss_and_gradients, recompute, dropout),
+                          on_ranks(tp, tp, loss_and_gradients, "none", dropout), strict=True):
+        assert mine[0] == true[0]
+        for name, gradient in mine[1].items():
+            assert torch.equal(gradient, true[1][name]), name
 
 
 def test_recompute_keeps_less():
     def kept(recompute):
-        model, sizes = build(small_config(), Mesh(), recompute)[0], []
+        model, sizes = build(small_config(recompute=recompute), Mesh())[0], []
         with torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor):
             model(batch(small_config(), 3)[0])
         return sum(sizes)
-    assert kept(recompute=True) < 0.5 * kept(recompute=False)
+    assert kept("full") < kept("selective") < 0.5 * kept("none")
+
+
+def all_reduces(mesh, recompute):
+    """Of a forward and a backward."""
+    model = build(small_config(recompute=recompute), mesh)[0]
+    counts, true = [0], dist.all_reduce
+
+    def counted(*arguments, **keywords):
+        counts[0] += 1
+        return true(*arguments, **keywords)
+    dist.all_reduce = counted
+    ids, targets = batch(small_config(), 3)
+    loss = model(ids, targets, WEIGHTS)
+    forward = counts[0]
+    loss.backward()
+    return forward, counts[0] - forward
+
+
+@pytest.mark.parametrize("recompute, again", [("none", 0), ("selective", 0), ("full", 1)])
+def test_all_reduces_of_a_step(recompute, again):
+    """3 blocks of 2 and 2, and 1 that full recomputation runs again; word and top-query
+    embeddings and two of the loss; backward, the head's f and the top query's."""
+    assert on_ranks(2, 2, all_reduces, recompute)[0] == (3 * 2 + 2 + 2, 3 * (2 + again) + 2)
+
+
+def masks(mesh):
+    """With dropout: the residual stream, in training and in eval; numbers for own heads; others."""
+    config = small_config(hidden_dropout=0.3, attention_dropout=0.3)
+    model, seen = build(config, mesh)[0], []
+    model.layers[0].register_forward_hook(lambda module, inputs, x: seen.append(x.detach()))
+    torch.manual_seed(11)
+    model(batch(config, 3)[0])
+    model.eval()
+    model(batch(config, 3)[0])
+    with own_randomness(mesh):
+        own = torch.rand(8)
+    return seen[0], seen[1], own, torch.rand(8)
+
+
+def test_dropout_is_shared_where_activations_are_and_own_where_heads_are():
+    first, second = on_ranks(2, 2, masks)
+    assert torch.equal(first[0], second[0])                 # same masks on what all hold
+    assert not torch.allclose(first[0], first[1])           # there were masks, and none in eval
+    assert not torch.equal(first[2], second[2])             # own ones for own heads
+    assert torch.equal(first[3], second[3])                 # and the shared stream goes on alike
+    alone = build(small_config(), Mesh())[0]
+    assert torch.equal(masks(Mesh())[1], alone.layers[0](  # eval is the model without dropout
+        alone.word_embeddings(batch(small_config(), 3)[0])
+        + alone.position_embeddings(torch.arange(16))))
+
+
+def losses_with_dropout(mesh):
+    config = small_config(hidden_dropout=0.2, attention_dropout=0.2)
+    model = build(config, mesh)[0]
+    ids, targets = batch(config, 3)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return torch.stack([model(ids, targets, torch.ones(3, 16)) / 48 for _ in range(200)])
+
+
+def test_dropout_agrees_between_tp_1_and_2_in_distribution():
+    """The masks are others; mean and spread of the loss are not."""
+    one, two = losses_with_dropout(Mesh()), on_ranks(2, 2, losses_with_dropout)[0]
+    assert not torch.equal(one, two)
+    assert abs(one.mean() - two.mean()) < 4 * (one.var() / 200 + two.var() / 200).sqrt()
+    assert 0.7 < one.std() / two.std() < 1.4
 
 
 @pytest.mark.parametrize("low_precision, computes", [(False, torch.float32), (True, torch.float16)])

@@ -8,7 +8,14 @@ import torch
 from nanogeex import zero
 from nanogeex.mesh import Mesh
 from nanogeex.model import Split
-from nanogeex.optim import LossScaler, adamw, gradient_norm, lr_at, optimizer_step
+from nanogeex.optim import (
+    LossScaler,
+    adamw,
+    first_not_finite,
+    gradient_norm,
+    lr_at,
+    optimizer_step,
+)
 from tests.ranks import on_ranks, small_config
 
 TABLE = {"split0.weight": Split((8, 6), 0), "split1.weight": Split((6, 8), 1),
@@ -68,6 +75,28 @@ def overflow_on_one_rank(mesh, bad_rank):
 def test_overflow_on_one_rank_is_skipped_by_all():
     assert on_ranks(4, 2, overflow_on_one_rank, 1) == [(False, True)] * 4
     assert on_ranks(4, 2, overflow_on_one_rank, None) == [(True, False)] * 4
+
+
+def named(mesh):
+    gradients = pieces(mesh)
+    nothing = first_not_finite(gradients, mesh)
+    gradients["repeated.weight"][:] = math.nan
+    if mesh.rank == 2:
+        gradients["split1.weight"].view(-1)[0] = math.inf
+    return nothing, first_not_finite(gradients, mesh)
+
+
+def test_first_not_finite_is_named_on_all_ranks():
+    assert on_ranks(4, 2, named) == [(None, "split1.weight")] * 4
+
+
+def test_scale_is_exhausted_where_an_overflow_could_not_lower_it():
+    scaler = LossScaler(scale=2.0, minimum=1.0, window=3, hysteresis=2)
+    seen = []
+    for _ in range(3):
+        seen.append(scaler.exhausted)
+        scaler.update(overflow=True)
+    assert seen == [False, False, True]
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])

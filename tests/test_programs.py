@@ -132,6 +132,42 @@ def test_a_rank_that_dies_once_is_restarted(one, tmp_path):
     assert sorted(metrics(tmp_path / "out")) == list(range(1, 9))
 
 
+def test_inf_on_one_rank_is_skipped_by_all(one, tmp_path):
+    """One tp rank of one data rank; replicas are compared when it saves, at the end."""
+    _, data, _ = one
+    argv = [*SMALL, *data, "--fp16", "--hysteresis", 1, "--tp", 2, "--train-iters", 6]
+    run("train.py", *argv, "--debug-inf", "3:1", "--out", tmp_path, ranks=4)
+    records = metrics(tmp_path)
+    assert [records[step]["skipped"] for step in range(1, 7)] == [0, 0, 1, 1, 1, 1]
+    assert [records[step]["loss_scale"] for step in range(3, 7)] == [4096, 2048, 2048, 2048]
+    assert records[3]["grad_norm"] is None and records[6]["loss"] < records[1]["loss"]
+
+
+def test_overflow_at_the_smallest_scale_stops_the_run(one, tmp_path):
+    _, data, _ = one
+    argv = [*SMALL, *data, "--fp16", "--initial-loss-scale", 1, "--hysteresis", 1]
+    argv += ["--save-interval", 2, "--train-iters", 6, "--debug-inf", "3:0", "--out", tmp_path]
+    ended = run("train.py", *argv, check=False)
+    assert ended.returncode == 2
+    assert "--min-loss-scale 1: reached, and step 3 still overflows, first in final_layernorm" in (
+        ended.stderr)
+    assert (tmp_path / "checkpoints/step-00000002/meta.json").is_file()
+    assert max(metrics(tmp_path)) == 2
+    argv[argv.index("--debug-inf") + 1] = "99:0"            # and goes on from there
+    run("train.py", *argv)
+    assert sorted(metrics(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_dropout_resumes_exactly(one, tmp_path):
+    _, data, _ = one
+    argv = [*SMALL, *data, "--hidden-dropout", 0.1, "--attention-dropout", 0.1]
+    run("train.py", *argv, "--out", tmp_path / "whole", "--train-iters", 8)
+    for iters in (3, 8):
+        run("train.py", *argv, "--out", tmp_path / "parts", "--train-iters", iters)
+    same(metrics(tmp_path / "parts"), metrics(tmp_path / "whole"), range(1, 9), 1e-9)
+    assert metrics(tmp_path / "whole")[1]["loss"] != metrics(one[0])[1]["loss"]
+
+
 def test_resume_from_a_path(one, tmp_path):
     out, data, _ = one
     run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 12,

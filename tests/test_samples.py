@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanogeex.config import UsageError
-from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares
+from nanogeex.samples import (
+    Windows,
+    micro_batches,
+    open_windows,
+    permuted,
+    shares,
+    step_seed,
+)
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**31), epoch=st.integers(0, 10**6))
@@ -25,6 +32,12 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert (permuted(np.arange(300, 400), n, 1) == first[300:400]).all()
     assert (permuted(np.arange(n), n, 2) != first).mean() > 0.99
     assert (permuted(np.arange(n, 2 * n), n, 1) != first).mean() > 0.99
+
+
+def test_seeds_of_steps_differ():
+    seeds = {step_seed(seed, samples, rank) for seed in (1, 2) for samples in (0, 16, 32)
+             for rank in range(8)}
+    assert len(seeds) == 48
 
 
 def test_order_is_well_mixed():
@@ -53,7 +66,8 @@ def test_every_sample_once_and_as_many_micro_batches_on_every_rank(count, dp, si
         numbers.add(len(batches))
         for ids, targets, weights in batches:
             assert 1 <= len(ids) <= size and torch.equal(ids[:, 1:], targets[:, :-1])
-            seen += ids[weights == 1, 0].tolist()
+            assert weights.shape == targets.shape
+            seen += ids[weights[:, 0] == 1, 0].tolist()
     assert len(numbers) == 1
     assert sorted(seen) == sorted((samples * 5).tolist())
 
