@@ -156,7 +156,7 @@ class InferConfig:
     out_seq_length: int = flag(
         256, "sampling", "new tokens, at most; a full context ends it too", low=0)
     greedy: bool = flag(False, "sampling", "take the likeliest token")
-    temperature: float = flag(0.8, "sampling", "0 is --greedy", low=0)
+    temperature: float = flag(0.2, "sampling", "0 is --greedy", low=0)
     top_k: int = flag(0, "sampling", "choose among the k likeliest; 0: off", low=0)
     top_p: float = flag(
         0.95, "sampling", "choose among the likeliest that hold this much; 0 or 1: off",
