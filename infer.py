@@ -14,7 +14,8 @@ from nanogeex.command_line import parse
 from nanogeex.config import DTYPES, InferConfig, ModelConfig, UsageError, check_shape
 from nanogeex.generate import Sampling, generate, stream_text
 from nanogeex.mesh import Mesh, init_mesh, launch, on_rank0, pick_device, world_size
-from nanogeex.model import CodeGeeX, Options, split_table
+from nanogeex.model import CodeGeeX, Options
+from nanogeex.parameters import split_table
 from nanogeex.tokenizer import CodeTokenizer
 
 

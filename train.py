@@ -29,8 +29,9 @@ from nanogeex.mesh import (
     on_rank0,
     pick_device,
 )
-from nanogeex.model import CodeGeeX, Options, initial_weight, split_table
+from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimizer_step
+from nanogeex.parameters import initial_weight, split_table
 from nanogeex.samples import (
     Windows,
     micro_batches,
@@ -63,8 +64,7 @@ def main(argv: list[str]) -> None:
 
     # The model: built without memory, cut over tp and dp, filled in place.
     with torch.device("meta"):
-        model = CodeGeeX(config, mesh, Options(
-            config.ln_fp16, config.recompute, config.hidden_dropout, config.attention_dropout))
+        model = CodeGeeX(config, mesh, Options.of(config))
     table = split_table(model)
     compute = zero.shard(
         model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype])

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanogeex.config import UsageError
 from nanogeex.mesh import Mesh
-from nanogeex.model import Split
+from nanogeex.parameters import Split
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -17,12 +17,9 @@ heads each draws its own.  Recomputation gets the random stream's state back, an
 Tests: tests/test_model.py.
 """
 
-import math
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +134,10 @@ class Options:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
 
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Options":
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
 
 class Block(nn.Module):
     """(B, T, H) -> (B, T, H), repeated on all tp ranks; a `query` (1, T, H) makes it top-query.
@@ -148,7 +149,7 @@ class Block(nn.Module):
       selective  |--- region ---|               |- region -|                 two inputs; none
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, options: "Options"):
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: Options):
         super().__init__()
         self.recompute, self.dropout = options.recompute, options.hidden_dropout
         self.draws = options.hidden_dropout > 0 or options.attention_dropout > 0
@@ -226,38 +227,3 @@ class CodeGeeX(nn.Module):
         shape = (batch, heads // self.mesh.tp, length, self.config.hidden_size // heads)
         return [tuple(torch.zeros(shape, dtype=dtype, device=self.mesh.device) for _ in "kv")
                 for _ in range(len(self.layers) + 1)]
-
-
-class Split(NamedTuple):
-    """A parameter's whole shape, and along which dimension tp cuts it: None is not at all."""
-
-    shape: tuple[int, ...]
-    dim: int | None
-
-
-def split_table(model: CodeGeeX) -> dict[str, Split]:
-    """name -> Split: the one table that initialisation, norm, checkpoints and weight files read.
-    Made before FSDP2 wraps the model: attributes of a Parameter would not outlive that."""
-    table = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            shape, dim = list(parameter.shape), module.TP_DIM[name]
-            if dim is not None:
-                shape[dim] *= model.mesh.tp
-            table[f"{path}.{name}"] = Split(tuple(shape), dim)
-    return table
-
-
-def initial_weight(name: str, shape: tuple[int, ...], config: TrainConfig) -> Tensor:
-    """The whole tensor `name` before training, in fp32: a function of name, shape and seed alone,
-    so that every topology starts from the same weights.  Normal(0, init_method_std), what writes
-    to the residual stream scaled by 1/sqrt(2 num_layers), as in GPT-2; LayerNorms 1, biases 0."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "layernorm" in name:
-        return torch.ones(shape)
-    std = config.init_method_std
-    if name.endswith(("attention.dense.weight", "dense_4h_to_h.weight")):
-        std /= math.sqrt(2 * config.num_layers)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)

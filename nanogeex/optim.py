@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanogeex.config import TrainConfig
 from nanogeex.mesh import Mesh
-from nanogeex.model import Split
+from nanogeex.parameters import Split
 
 
 def lr_at(step: int, config: TrainConfig) -> float:

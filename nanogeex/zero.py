@@ -29,7 +29,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nanogeex.mesh import Mesh
-from nanogeex.model import CodeGeeX, Split
+from nanogeex.model import CodeGeeX
+from nanogeex.parameters import Split, piece
 
 
 def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,
@@ -55,14 +56,6 @@ def fill(model: CodeGeeX, table: dict[str, Split], mesh: Mesh,
     """Every parameter's piece from `source(name, whole shape)`, which gives whole tensors."""
     for name, parameter in model.named_parameters():
         local(parameter).copy_(piece(source(name, table[name].shape), table[name].dim, mesh))
-
-
-def piece(whole: Tensor, dim: int | None, mesh: Mesh) -> Tensor:
-    """What this rank holds of a whole tensor: its tp slice along `dim`, and of that its dp rows."""
-    if dim is not None:
-        whole = whole.chunk(mesh.tp, dim)[mesh.tp_rank]
-    rows = -(-whole.shape[0] // mesh.dp)        # FSDP2's cut: the last ranks hold fewer, or none
-    return whole[mesh.dp_rank * rows:(mesh.dp_rank + 1) * rows]
 
 
 def local(tensor: Tensor) -> Tensor:

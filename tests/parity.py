@@ -20,7 +20,8 @@ from nanogeex import checkpoint, data
 from nanogeex.command_line import parse
 from nanogeex.config import TrainConfig
 from nanogeex.mesh import Mesh
-from nanogeex.model import CodeGeeX, split_table
+from nanogeex.model import CodeGeeX
+from nanogeex.parameters import split_table
 from tests.programs import metrics
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (1, 8), (3, 1), (3, 2)]

@@ -14,7 +14,8 @@ from torch import nn
 from nanogeex import zero
 from nanogeex.config import DTYPES, ModelConfig, TrainConfig
 from nanogeex.mesh import Mesh, init_mesh
-from nanogeex.model import CodeGeeX, Options, initial_weight, split_table
+from nanogeex.model import CodeGeeX, Options
+from nanogeex.parameters import initial_weight, split_table
 
 
 def _child(rank: int, world: int, tp: int, folder: str, work: Callable, args: tuple) -> None:
@@ -65,8 +66,7 @@ def small_config(**changes) -> TrainConfig:
 def build(config: TrainConfig, mesh: Mesh) -> tuple[CodeGeeX, nn.Module, dict, dict]:
     """model, the module that computes, this rank's pieces, the split table."""
     with torch.device("meta"):
-        model = CodeGeeX(config, mesh, Options(
-            config.ln_fp16, config.recompute, config.hidden_dropout, config.attention_dropout))
+        model = CodeGeeX(config, mesh, Options.of(config))
     table = split_table(model)
     compute = zero.shard(
         model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype])

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from nanogeex import checkpoint, zero
+from nanogeex import checkpoint
 from nanogeex.config import UsageError
 from nanogeex.mesh import Mesh
 from nanogeex.optim import adamw
+from nanogeex.parameters import piece
 from tests.ranks import build, on_ranks, small_config
 
 
@@ -22,11 +23,11 @@ def fill(shards, optimizer, table, mesh, scale):
         shape, dim = table[name]
         optimizer.state[shard] = {"step": torch.tensor(7.0 * scale)}
         for kind, target in enumerate(("weight", "exp_avg", "exp_avg_sq")):
-            piece = zero.piece(value(name, shape, kind), dim, mesh).contiguous() * scale
+            mine = piece(value(name, shape, kind), dim, mesh).contiguous() * scale
             if kind == 0:
-                shard.copy_(piece)
+                shard.copy_(mine)
             else:
-                optimizer.state[shard][target] = piece
+                optimizer.state[shard][target] = mine
 
 
 def save(mesh, folder):
@@ -47,7 +48,7 @@ def load(mesh, folder, stepped):
         shape, dim = table[name]
         held = [shard, optimizer.state[shard]["exp_avg"], optimizer.state[shard]["exp_avg_sq"]]
         for kind, tensor in enumerate(held):
-            true = zero.piece(value(name, shape, kind), dim, mesh)
+            true = piece(value(name, shape, kind), dim, mesh)
             assert torch.equal(tensor, true), (name, kind)
         assert optimizer.state[shard]["step"].item() == 7
 

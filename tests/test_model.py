@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from nanogeex.config import PRESETS, TrainConfig
 from nanogeex.mesh import Mesh
-from nanogeex.model import CodeGeeX, LayerNorm, initial_weight, split_table
+from nanogeex.model import CodeGeeX, LayerNorm
+from nanogeex.parameters import initial_weight, piece, split_table
 from nanogeex.tensor_parallel import own_randomness
-from nanogeex.zero import piece
 from tests.ranks import batch, build, on_ranks, random_weight, small_config
 
 

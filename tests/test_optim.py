@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from nanogeex import zero
 from nanogeex.mesh import Mesh
-from nanogeex.model import Split
 from nanogeex.optim import (
     LossScaler,
     adamw,
@@ -16,6 +14,7 @@ from nanogeex.optim import (
     lr_at,
     optimizer_step,
 )
+from nanogeex.parameters import Split, piece
 from tests.ranks import on_ranks, small_config
 
 TABLE = {"split0.weight": Split((8, 6), 0), "split1.weight": Split((6, 8), 1),
@@ -47,7 +46,7 @@ def test_loss_scale_falls_at_the_second_overflow_and_rises_after_a_window():
 
 
 def pieces(mesh):
-    return {name: zero.piece(tensor, TABLE[name].dim, mesh).clone()
+    return {name: piece(tensor, TABLE[name].dim, mesh).clone()
             for name, tensor in whole_gradients().items()}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanogeex import zero
+from nanogeex.parameters import piece
 from nanogeex.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,7 +28,7 @@ def filled(layer, mesh, **whole):
     layer.double()
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(zero.piece(whole[name], layer.TP_DIM[name], mesh))
+            parameter.copy_(piece(whole[name], layer.TP_DIM[name], mesh))
     return layer
 
 

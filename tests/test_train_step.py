@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from nanogeex import zero
 from nanogeex.mesh import Mesh, all_reduce_sum
 from nanogeex.optim import adamw, loss_scaler, optimizer_step
+from nanogeex.parameters import piece
 from nanogeex.samples import Windows, micro_batches, permuted, shares
 from tests.ranks import batch, build, on_ranks, small_config
 
@@ -56,10 +57,10 @@ def compare(world, tp, changes, steps, loss, norm, weight, masked=(), **more):
             assert its[0] == pytest.approx(true_step[0], abs=loss)
             assert its[1] == pytest.approx(true_step[1], rel=norm)
             for name, gradient in its[2].items():           # Adam would hide a constant factor
-                true = zero.piece(true_step[2][name], table[name].dim, place)
+                true = piece(true_step[2][name], table[name].dim, place)
                 torch.testing.assert_close(gradient, true, rtol=10 * norm, atol=norm, msg=name)
         for name, shard in shards.items():
-            true = zero.piece(weights[name], table[name].dim, place)
+            true = piece(weights[name], table[name].dim, place)
             torch.testing.assert_close(shard, true, rtol=0, atol=weight, msg=name)
 
 
@@ -125,7 +126,7 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_dtype, low, hig
     for rank, (mine, _, _) in enumerate(ranks):
         for name, gradient in mine.items():
             mean = sum(own[name] for _, own, _ in ranks) / 4
-            true = zero.piece(mean, table[name].dim, Mesh(rank=rank, dp=4))
+            true = piece(mean, table[name].dim, Mesh(rank=rank, dp=4))
             assert gradient.dtype == torch.float32          # shards are, whatever was sent
             error += (gradient - true).square().sum().item()
             size += true.square().sum().item()
