@@ -89,9 +89,13 @@ def main(argv: list[str]) -> None:
     _, number = shares(batch, mesh.dp, config.micro_batch_size)
     say(f"{config.num_parameters:,} parameters | dp {mesh.dp} x tp {mesh.tp} | {device.type} "
         f"{config.precision} | {batch} samples a step, micro-batches a data rank: {number}")
+    share = -(-batch // mesh.dp)
     if batch % mesh.dp:
-        say(f"note: {batch} samples on {mesh.dp} data ranks are shares of {batch // mesh.dp} and "
-            f"{batch // mesh.dp + 1}; the loss is the same, ranks with less wait")
+        say(f"note: {batch} samples on {mesh.dp} data ranks are shares of {share - 1} and {share}; "
+            "the loss is the same, ranks with less wait")
+    if config.micro_batch_size > share:
+        say(f"note: --micro-batch-size {config.micro_batch_size} is more than a data rank's share "
+            f"of a step, {share}; micro-batches are of {share}")
     if start:
         say(f"resuming {start} at step {step}{changes(meta['config'], config)}")
     if step >= config.train_iters:

@@ -51,14 +51,15 @@ def _state(shards: dict[str, Tensor], optimizer: torch.optim.Optimizer | None,
            table: dict[str, Split], mesh: Mesh) -> dict[str, Tensor]:
     state = _described(shards, "model.", table, mesh)
     for moment in MOMENTS if optimizer else ():
-        pieces = {name: optimizer.state[tensor][moment] for name, tensor in shards.items()}
+        pieces = {name: optimizer.state[tensor][moment] for name, tensor in shards.items()
+                  if tensor in optimizer.state}
         state |= _described(pieces, f"optim.{moment}.", table, mesh)
     return state
 
 
-def _set_steps(shards: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps: float) -> None:
+def _set_steps(optimizer: torch.optim.Optimizer, steps: float) -> None:
     """How many steps Adam took; with the moments it would have, zero, where it took none yet."""
-    for tensor in shards.values():
+    for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         if tensor not in optimizer.state:
             optimizer.state[tensor] = {moment: torch.zeros_like(tensor) for moment in MOMENTS}
         optimizer.state[tensor]["step"] = torch.tensor(steps, device=tensor.device)
@@ -74,9 +75,9 @@ def save(directory: Path, meta: dict, shards: dict[str, Tensor], optimizer: torc
     if mesh.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    first = next(iter(shards.values()))
+    first = optimizer.param_groups[0]["params"][0]
     if first not in optimizer.state:
-        _set_steps(shards, optimizer, 0.0)
+        _set_steps(optimizer, 0.0)
     steps = optimizer.state[first]["step"].item()
     _barrier(mesh)
     _quietly(dcp.save, _state(shards, optimizer, table, mesh), temporary, mesh)
@@ -95,24 +96,26 @@ def save(directory: Path, meta: dict, shards: dict[str, Tensor], optimizer: torc
 
 def check_replicas(shards: dict[str, Tensor], table: dict[str, Split], mesh: Mesh) -> None:
     """What all tp ranks hold must be the same bits on all of them: compared by sums of the bits.
-    Raises RuntimeError, on all ranks of the group, with the name of the first that is not."""
+    Raises RuntimeError, on all ranks of the world, with the name of the first that is not."""
     if mesh.tp == 1:
         return
     names = [name for name in shards if table[name].dim is None]
     sums = torch.stack([shards[name].view(torch.int32).sum(dtype=torch.int64) for name in names])
     most = torch.cat([sums, -sums])                                     # largest, and -smallest
     dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.tp_group)
-    for name, largest, smallest in zip(names, *most.view(2, -1).tolist(), strict=True):
-        if largest != -smallest:
-            raise RuntimeError(f"{name}: not the same on the tp ranks of data rank {mesh.dp_rank}; "
-                               "nothing is saved, resume the last checkpoint")
+    differs = most.view(2, -1).sum(0).abs()                             # largest - smallest
+    dist.all_reduce(differs, dist.ReduceOp.MAX)                         # over all data ranks
+    for name, by in zip(names, differs.tolist(), strict=True):
+        if by:
+            raise RuntimeError(f"{name}: not the same on all tp ranks of a data rank; nothing is "
+                               "saved, resume the last checkpoint")
 
 
 def load(path: Path, shards: dict[str, Tensor], optimizer: torch.optim.Optimizer | None,
          table: dict[str, Split], mesh: Mesh) -> None:
     """Fill this rank's pieces in place, and its moments if an optimizer is given."""
     if optimizer:
-        _set_steps(shards, optimizer, read_meta(path)["optimizer_steps"])
+        _set_steps(optimizer, read_meta(path)["optimizer_steps"])
     _quietly(dcp.load, _state(shards, optimizer, table, mesh), path, mesh)
 
 

@@ -95,7 +95,8 @@ class TrainConfig(ModelConfig):
     weight_decay: float = flag(0.1, "training", "AdamW's, not on biases and LayerNorms", low=0)
     adam_beta1: float = flag(0.9, "training", "decay of the first moment", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "training", "decay of the second moment", low=0, high=0.999999)
-    adam_eps: float = flag(1e-8, "training", "added to the root of the second moment", above=0)
+    adam_eps: float = flag(1e-6, "training", "added to the root of the second moment; far below "
+                           "gradients, far above their rounding", above=0)
     clip_grad: float = flag(1.0, "training", "largest gradient norm; 0: no clipping", low=0)
 
     precision: str | None = flag(
@@ -180,12 +181,12 @@ PRESETS: dict[str, dict] = {
     "tiny": dict(init_method_std=0.08),         # 0.02 is for wide models: measured 0.6 nats behind
     "125m": dict(
         num_layers=11, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=32000,
-        micro_batch_size=8, global_batch_size=256, lr=6e-4, min_lr=6e-5, train_iters=20000,
-        lr_warmup_iters=700, save_interval=1000),
+        micro_batch_size=8, global_batch_size=256, lr=6e-4, min_lr=6e-5, adam_eps=1e-8,
+        train_iters=20000, lr_warmup_iters=700, save_interval=1000),
     "codegeex-13b": dict(
         num_layers=39, hidden_size=5120, num_attention_heads=40, seq_length=2048, vocab_size=50400,
         make_vocab_size_divisible_by=52224, micro_batch_size=16, global_batch_size=3072, lr=2e-4,
-        min_lr=1e-7, train_iters=100000, lr_warmup_iters=1500, hidden_dropout=0.1,
+        min_lr=1e-7, adam_eps=1e-8, train_iters=100000, lr_warmup_iters=1500, hidden_dropout=0.1,
         attention_dropout=0.1, recompute="full"),
 }
 

@@ -75,9 +75,14 @@ def loss_scaler(config: TrainConfig) -> LossScaler | None:
 
 
 def adamw(shards: dict[str, Tensor], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over this rank's fp32 pieces; no weight decay on biases and LayerNorms."""
-    plain = [name for name in shards if name.endswith("bias") or "layernorm" in name]
-    decayed = [name for name in shards if name not in plain]
+    """AdamW over this rank's fp32 pieces; no weight decay on biases and LayerNorms.
+
+    Key biases stay as they are.  They shift all scores of a query alike, and softmax does not see
+    that: their gradient is zero but for rounding, which Adam would divide by its own size and turn
+    into full steps, others at every topology."""
+    trained = [name for name in shards if not name.endswith("attention.key.bias")]
+    plain = [name for name in trained if name.endswith("bias") or "layernorm" in name]
+    decayed = [name for name in trained if name not in plain]
     groups = [{"params": [shards[name] for name in names], "weight_decay": decay}
               for names, decay in ((decayed, config.weight_decay), (plain, 0.0))]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2),

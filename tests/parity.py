@@ -1,7 +1,8 @@
 """One curve at every topology: `python -m tests.parity` trains the same small model at each.
 
 Prints, against one process in the same precision, the largest difference of a step's loss, of its
-gradient norm (relative) and of a final weight.  train.py itself runs, in forked processes.
+gradient norm (relative) and of a final weight.  train.py itself runs, in forked processes; flags
+that are not this tool's are handed to it.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from nanogeex.model import CodeGeeX
 from nanogeex.parameters import split_table
 from tests.programs import metrics
 
-TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (1, 8), (3, 1), (3, 2)]
+TOPOLOGIES = ["2x1", "1x2", "2x2", "4x1", "1x4", "1x8", "3x1", "3x2"]
 SHAPE = ["--hidden-size", "64", "--seq-length", "64", "--vocab-size", "1000", "--lr", "2e-3",
-         "--global-batch-size", "7", "--micro-batch-size", "2", "--eval-iters", "1"]
+         "--global-batch-size", "7", "--micro-batch-size", "3", "--eval-iters", "1"]
 
 
 def rank_runs(rank: int, world: int, port: int, argv: list[str], log: str) -> None:
@@ -62,30 +63,40 @@ def run(dp: int, tp: int, argv: list[str], out: Path) -> tuple[dict, dict]:
     return metrics(out), weights
 
 
+def differences(mine: tuple[dict, dict], true: tuple[dict, dict]) -> tuple:
+    """Of two runs: loss of a step, norm of a step (relative), final weight, and which; the largest
+    of each."""
+    (records, weights), (true_records, true_weights) = mine, true
+    assert sorted(records) == sorted(true_records)
+    pairs = [(records[step], true_records[step]) for step in records]
+    loss = max(abs(a["loss"] - b["loss"]) for a, b in pairs)
+    norm = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs)
+    weight, name = max(((weights[name] - true_weights[name]).abs().max().item(), name)
+                       for name in weights)
+    return loss, norm, weight, name
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=30)
     options.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "fp16"])
-    options = options.parse_args()
+    options.add_argument("--topologies", nargs="+", metavar="DPxTP", default=TOPOLOGIES)
+    options, flags = options.parse_known_args()             # the others are train.py's
     began = time.time()
-    print(f"{options.steps} steps")
-    print("precision  dp x tp   max |d loss|   max d norm   max |d weight|, in")
+    print(f"{options.steps} steps, against one process")
+    print("precision  dp x tp max |d loss|   max d norm   max |d weight|, in")
     with tempfile.TemporaryDirectory() as folder:
         prepared = data.prepare(None, Path(folder) / "data", 1000, 0)
         for precision in options.precisions:
             argv = [*SHAPE, "--train-iters", str(options.steps), "--data", str(prepared),
-                    "--precision", precision]
-            for dp, tp in TOPOLOGIES:
-                records, weights = run(dp, tp, argv, Path(folder) / f"{precision}-{dp}-{tp}")
-                if (dp, tp) == (1, 1):
-                    true, true_weights = records, weights
-                loss = max(abs(records[step]["loss"] - true[step]["loss"]) for step in true)
-                norm = max(abs(records[step]["grad_norm"] / true[step]["grad_norm"] - 1)
-                           for step in true)
-                weight, name = max(((weights[name] - true_weights[name]).abs().max().item(), name)
-                                   for name in weights)
-                print(f"{precision:<10} {dp} x {tp}     {loss:12.1e}   {norm:10.1e}   "
-                      f"{weight:14.1e} {name}", flush=True)
+                    "--precision", precision, *flags]
+            true = run(1, 1, argv, Path(folder) / precision)
+            for topology in options.topologies:
+                dp, tp = map(int, topology.split("x"))
+                mine = run(dp, tp, argv, Path(folder) / f"{precision}-{topology}")
+                loss, norm, weight, name = differences(mine, true)
+                print(f"{precision:<9}  {topology:<7} {loss:12.1e}   {norm:10.1e}   "
+                      f"{weight:14.1e}, {name}", flush=True)
     print(f"{time.time() - began:.0f} s")
 
 

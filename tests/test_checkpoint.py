@@ -46,11 +46,14 @@ def load(mesh, folder, stepped):
     checkpoint.load(checkpoint.newest(folder), shards, optimizer, table, mesh)
     for name, shard in shards.items():
         shape, dim = table[name]
-        held = [shard, optimizer.state[shard]["exp_avg"], optimizer.state[shard]["exp_avg_sq"]]
+        held = [shard]
+        if not name.endswith("key.bias"):                   # not trained
+            state = optimizer.state[shard]
+            held += [state["exp_avg"], state["exp_avg_sq"]]
+            assert state["step"].item() == 7
         for kind, tensor in enumerate(held):
             true = piece(value(name, shape, kind), dim, mesh)
             assert torch.equal(tensor, true), (name, kind)
-        assert optimizer.state[shard]["step"].item() == 7
 
 
 def test_a_step_saved_again_replaces_what_is_there(tmp_path):

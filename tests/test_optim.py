@@ -54,6 +54,15 @@ def norms(mesh):
     return gradient_norm(pieces(mesh), TABLE, mesh)
 
 
+def update(mesh, clip):
+    """Norms of gradient and update, both whole, of a step of SGD: it adds the gradient itself."""
+    gradients = {name: gradient * 8 for name, gradient in pieces(mesh).items()}
+    shards = {name: torch.zeros_like(tensor) for name, tensor in gradients.items()}
+    sgd = torch.optim.SGD(shards.values(), lr=1.0)
+    norm, _ = optimizer_step(sgd, shards, gradients, TABLE, mesh, 1 / 8, clip)
+    return norm, gradient_norm(shards, TABLE, mesh)
+
+
 @pytest.mark.parametrize("world, tp", [(1, 1), (2, 2), (2, 1), (4, 2), (8, 2), (6, 2)])
 def test_norm_is_that_of_the_whole_gradient(world, tp):
     expected = torch.cat([tensor.flatten() for tensor in whole_gradients().values()]).norm().item()
@@ -98,17 +107,19 @@ def test_scale_is_exhausted_where_an_overflow_could_not_lower_it():
     assert seen == [False, False, True]
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
-def test_clipping(clip):
-    gradients = whole_gradients()
-    norm = torch.cat([tensor.flatten() for tensor in gradients.values()]).norm().item()
-    shards = {name: torch.zeros_like(tensor) for name, tensor in gradients.items()}
-    sgd = torch.optim.SGD(shards.values(), lr=1.0)              # its update is the gradient itself
-    scaled = {name: tensor * 8 for name, tensor in gradients.items()}
-    reported, _ = optimizer_step(sgd, shards, scaled, TABLE, Mesh(), 1 / 8, clip)
-    update = torch.cat([shard.flatten() for shard in shards.values()]).norm().item()
-    assert reported == pytest.approx(norm, rel=1e-6)
-    assert update == pytest.approx(min(norm, clip) if clip else norm, rel=1e-5)
+@pytest.mark.parametrize("clip, world, tp", [(0.0, 1, 1), (0.5, 1, 1), (100.0, 1, 1), (0.5, 4, 2),
+                                             (0.5, 3, 1), (100.0, 2, 2)])
+def test_the_update_has_the_clipped_norm(clip, world, tp):
+    true = torch.cat([tensor.flatten() for tensor in whole_gradients().values()]).norm().item()
+    for norm, moved in on_ranks(world, tp, update, clip) if world > 1 else [update(Mesh(), clip)]:
+        assert norm == pytest.approx(true, rel=1e-6)
+        assert moved == pytest.approx(min(true, clip) if clip else true, rel=1e-5)
+
+
+def test_key_biases_are_not_trained():
+    names = ["layers.0.attention.key.bias", "layers.0.attention.key.weight"]
+    optimizer = adamw({name: torch.zeros(2) for name in names}, small_config())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
 
 
 def test_no_weight_decay_on_biases_and_layernorms():

@@ -168,6 +168,40 @@ def test_dropout_resumes_exactly(one, tmp_path):
     assert metrics(tmp_path / "whole")[1]["loss"] != metrics(one[0])[1]["loss"]
 
 
+def test_the_same_command_twice(one, tmp_path):
+    """Bit for bit, over 50 steps with dropout on four ranks; saving compares the tp ranks' copies
+    of what they all hold, bit for bit too."""
+    _, data, _ = one
+    argv = [*SMALL, *data, "--tp", 2, "--train-iters", 50, "--hidden-dropout", 0.1,
+            "--attention-dropout", 0.1]
+    runs = []
+    for name in ("first", "second"):
+        run("train.py", *argv, "--out", tmp_path / name, ranks=4)
+        runs.append(metrics(tmp_path / name))
+    timings = ("tokens_per_s", "step_s", "mem_gb")
+    for step, record in runs[0].items():
+        assert all(runs[1][step][key] == value for key, value in record.items()
+                   if key not in timings), step
+
+
+def test_560_samples_in_micro_batches_of_10_on_3_ranks(one, tmp_path):
+    out, data, _ = one
+    argv = [*SMALL, "--data", out / "data", "--seq-length", 8, "--train-iters", 2,
+            "--global-batch-size", 560, "--micro-batch-size", 10]
+    ended = run("train.py", *argv, "--out", tmp_path / "three", ranks=3)
+    assert "shares of 186 and 187" in ended.stderr and "data rank: 19" in ended.stderr
+    run("train.py", *argv, "--out", tmp_path / "one")
+    same(metrics(tmp_path / "three"), metrics(tmp_path / "one"), [1, 2])
+
+
+def test_micro_batches_larger_than_a_share(one, tmp_path):
+    out, data, _ = one
+    ended = run("train.py", *SMALL, *data, "--micro-batch-size", 99, "--out", tmp_path,
+                "--train-iters", 12)
+    assert "--micro-batch-size 99 is more than a data rank's share of a step, 7" in ended.stderr
+    same(metrics(tmp_path), metrics(out), range(1, 13), 1e-6)
+
+
 def test_resume_from_a_path(one, tmp_path):
     out, data, _ = one
     run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 12,

@@ -10,6 +10,7 @@ from nanogeex.mesh import Mesh, all_reduce_sum
 from nanogeex.optim import adamw, loss_scaler, optimizer_step
 from nanogeex.parameters import piece
 from nanogeex.samples import Windows, micro_batches, permuted, shares
+from tests.memory import peak
 from tests.ranks import batch, build, on_ranks, small_config
 
 WINDOWS = torch.randint(0, 320, (64, 17), generator=torch.Generator().manual_seed(3)).numpy()
@@ -97,6 +98,13 @@ def test_accumulation_equals_one_large_micro_batch():
         torch.testing.assert_close(one[1][name], whole[1][name], rtol=0, atol=1e-6, msg=name)
 
 
+def test_accumulated_gradients_stay_sharded():
+    one, eight = (on_ranks(2, 1, peak, "full", 8 // number, number)[0] for number in (1, 8))
+    half = one["weights"] / 3                               # weights: this rank's half, and all
+    assert eight["gradients"] == pytest.approx(half, rel=0.01)
+    assert eight["activations"] < 0.3 * one["activations"]
+
+
 def test_low_precision_is_near_fp32():
     """And is not fp32 in disguise."""
     losses = {precision: train(Mesh(), dict(precision=precision), 3)[0][-1][0]
@@ -152,9 +160,9 @@ def count_collectives(mesh, micro):
     for i in range(micro):
         zero.micro_batch(model, compute, i == 0, i == micro - 1)
         compute(ids, ids, torch.ones(1, 16)).backward()
-        for name, weight in model.named_parameters():
-            if i == micro - 1:
-                assert zero.local(weight.grad).shape == shards[name].shape
+        for name, weight in model.named_parameters():       # whole weights have no gradient
+            assert i < micro - 1 and weight.grad is None or (
+                zero.local(weight.grad).shape == shards[name].shape)
     return counts, sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
