@@ -5,11 +5,12 @@ The text goes to standard output as it is decided: each prompt, then its continu
 
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from nanogeex import checkpoint
+from nanogeex import checkpoint, integrity
 from nanogeex.command_line import parse
 from nanogeex.config import DTYPES, InferConfig, ModelConfig, UsageError, check_shape
 from nanogeex.generate import Sampling, generate, stream_text
@@ -27,8 +28,8 @@ def main(argv: list[str]) -> None:
         raise UsageError(f"--tensor-model-parallel-size {tp}: all {world_size()} ranks of this job "
                          f"share the model; drop the flag, or start {tp} with torchrun")
     mesh = init_mesh(tp, device, config.timeout)
-    path = Path(on_rank0(mesh, "checkpoint", lambda: find_checkpoint(Path(config.load))))
-    trained = checkpoint.read_meta(path)["config"]
+    path = find_checkpoint(Path(config.load), mesh)
+    trained = integrity.read_meta(path)["config"]
     shape = ModelConfig(**{field.name: trained[field.name] for field in fields(ModelConfig)})
     check_shape(shape, tp)
     tokenizer = CodeTokenizer.load(path.parent.parent / "tokenizer.model")
@@ -52,13 +53,18 @@ def main(argv: list[str]) -> None:
     show(mesh, "\n")
 
 
-def find_checkpoint(given: Path) -> str:
-    """A checkpoint itself, or a run's newest."""
-    found = given if (given / "meta.json").is_file() else checkpoint.newest(given / "checkpoints")
-    if found is None:
-        raise UsageError(f"--load {given}: no run with a checkpoint; make one with "
-                         f"`python train.py --out {given}`, or give another")
-    return str(found.resolve())
+def find_checkpoint(given: Path, mesh: Mesh) -> Path:
+    """A checkpoint itself, or a run's newest that is whole."""
+    say = partial(print, file=sys.stderr) if mesh.rank == 0 else (lambda line: None)
+    if not on_rank0(mesh, "is a checkpoint", (given / "meta.json").is_file):
+        found = integrity.find(given / "checkpoints", mesh, say)
+        if found is None:
+            raise UsageError(f"--load {given}: no run with a checkpoint; make one with "
+                             f"`python train.py --out {given}`, or give another")
+        return found.resolve()
+    if problem := integrity.damage(given, mesh):
+        raise UsageError(f"--load {given}: {problem}")
+    return given.resolve()
 
 
 def prompts(config: InferConfig) -> list[str]:

@@ -5,41 +5,37 @@ and overflow, AdamW, a line of metrics; now and then an evaluation and a checkpo
 below are those of --preset tiny.
 """
 
-import json
 import math
+import os
 import shlex
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nanogeex import checkpoint, data, report, zero
+from nanogeex import checkpoint, data, integrity, micro_batch, report, run_directory, zero
 from nanogeex.command_line import parse
-from nanogeex.config import DTYPES, ModelConfig, TrainConfig, UsageError, default_precision
+from nanogeex.config import DTYPES, TrainConfig, UsageError, default_precision
 from nanogeex.mesh import (
     Mesh,
     all_reduce_sum,
+    end_with_parent,
     init_mesh,
     keep_freed_memory,
     launch,
     on_rank0,
     pick_device,
+    stop_signals,
 )
 from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimizer_step
 from nanogeex.parameters import initial_weight, split_table
-from nanogeex.samples import (
-    Windows,
-    micro_batches,
-    open_windows,
-    permuted,
-    shares,
-    step_seed,
-)
+from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares, step_seed
+from nanogeex.saver import Saver
 
 
 def main(argv: list[str]) -> None:
@@ -47,6 +43,8 @@ def main(argv: list[str]) -> None:
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     mesh = init_mesh(config.tensor_model_parallel_size, device, config.timeout)
     out, seq_length, batch = Path(config.out), config.seq_length, config.global_batch_size
 
@@ -55,10 +53,12 @@ def main(argv: list[str]) -> None:
             print(line, file=sys.stderr, flush=True)
 
     # What to start from and what to read: rank 0 finds and makes it, the others wait.
+    lock: list = []
+    on_rank0(mesh, "run directory", lambda: lock.append(run_directory.take(out)))
     config.precision = on_rank0(
         mesh, "precision", lambda: config.precision or default_precision(config, device))
-    start = on_rank0(mesh, "start", lambda: find_start(config))
-    directory = on_rank0(mesh, "data", lambda: prepare(config, start))
+    start = run_directory.find_start(config, mesh, say)
+    directory = on_rank0(mesh, "data", lambda: run_directory.prepare(config, start))
     train, val, corpus = open_windows(Path(directory), seq_length, config.vocab_size)
     say(data.table(corpus))
 
@@ -72,38 +72,47 @@ def main(argv: list[str]) -> None:
     optimizer, scaler = adamw(shards, config), loss_scaler(config)
     step, samples, skipped = 0, 0, 0
     if start:
-        meta = checkpoint.read_meta(Path(start))
+        meta = integrity.read_meta(start)
         step, samples, skipped = meta["step"], meta["samples"], meta["skipped"]
         if scaler and meta["scaler"]:
             vars(scaler).update(meta["scaler"])             # its state; its flags are today's
-        checkpoint.load(Path(start), shards, optimizer, table, mesh)
+        checkpoint.load(start, shards, optimizer, table, mesh)
     else:
         zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
 
-    def save() -> None:
-        state = {"step": step, "samples": samples, "skipped": skipped,
-                 "scaler": scaler.state() if scaler else None, "config": asdict(config)}
-        path = checkpoint.save(out / "checkpoints", state, shards, optimizer, table, mesh)
-        say(f"saved {path}")
+    saver = Saver(out / "checkpoints", table, config.keep_last, config.async_save, mesh, say)
 
-    _, number = shares(batch, mesh.dp, config.micro_batch_size)
+    def save() -> None:
+        saver.save({"step": step, "samples": samples, "skipped": skipped,
+                    "scaler": scaler.state() if scaler else None, "config": asdict(config)},
+                   shards, optimizer)
+
+    share, size = -(-batch // mesh.dp), config.micro_batch_size
+    if size == "auto":
+        size = micro_batch.auto(model, compute, config, share, mesh)
+    if limit := on_rank0(mesh, "micro-batch limit", lambda: micro_batch.limit(out)):
+        say(f"note: micro-batches of at most {limit}, more was out of memory; remove "
+            f"{out}/micro_batch_size to try again")
+        size = min(size, limit)
+    _, number = shares(batch, mesh.dp, size)
     say(f"{config.num_parameters:,} parameters | dp {mesh.dp} x tp {mesh.tp} | {device.type} "
         f"{config.precision} | {batch} samples a step, micro-batches a data rank: {number}")
-    share = -(-batch // mesh.dp)
     if batch % mesh.dp:
         say(f"note: {batch} samples on {mesh.dp} data ranks are shares of {share - 1} and {share}; "
             "the loss is the same, ranks with less wait")
-    if config.micro_batch_size > share:
-        say(f"note: --micro-batch-size {config.micro_batch_size} is more than a data rank's share "
-            f"of a step, {share}; micro-batches are of {share}")
+    if size > share:
+        say(f"note: --micro-batch-size {size} is more than a data rank's share of a step, {share}; "
+            f"micro-batches are of {share}")
     if start:
-        say(f"resuming {start} at step {step}{changes(meta['config'], config)}")
+        say(f"resuming {start} at step {step}"
+            f"{run_directory.changes(meta['config'], config)}")
     if step >= config.train_iters:
         say(f"nothing to train: step {step} of --train-iters {config.train_iters} is reached")
 
     metrics = report.open_metrics(out / "metrics.jsonl", bool(start)) if mesh.rank == 0 else None
     peak = report.peak_flops(device) * mesh.world
     logged, saved = (time.perf_counter(), step), (step if start else None)
+    signals, skipped_in_a_row = stop_signals(), 0
     while step < config.train_iters:
         began = time.perf_counter()
         lr = lr_at(step, config)
@@ -112,16 +121,16 @@ def main(argv: list[str]) -> None:
         scale = scaler.scale if scaler else 1.0
 
         torch.manual_seed(step_seed(config.seed, samples, mesh.dp_rank))        # for dropout
-        sums = torch.zeros(2, dtype=torch.float64, device=device)               # loss, tokens
         chosen = permuted(np.arange(samples, samples + batch), len(train.ids), config.seed)
-        window = micro_batches(
-            train, chosen, mesh.dp, mesh.dp_rank, config.micro_batch_size, device)
-        for i, (ids, targets, weights) in enumerate(window):
-            zero.micro_batch(model, compute, first=i == 0, last=i == number - 1)
-            part = compute(ids, targets, weights)               # sum over the micro-batch's tokens
-            (part * (scale / seq_length)).backward()            # scaled alike at every topology
-            sums += torch.stack([part.detach(), weights.sum()])
-        total, tokens = all_reduce_sum(sums, mesh.dp_group).tolist()            # of the step
+        try:
+            sums = forward_backward(model, compute, train, chosen, size, scale / seq_length, mesh)
+        except torch.OutOfMemoryError:
+            model.zero_grad()
+            size = micro_batch.halved(size, out, mesh)
+            say(f"step {step + 1}: out of memory, again with micro-batches of {size}")
+            continue
+        sums = torch.cat([sums, sums.new_tensor([len(signals)])])       # loss, tokens, told to stop
+        total, tokens, told = (all_reduce_sum(sums, mesh.world_group) / mesh.tp).tolist()
 
         # FSDP2 has averaged over dp; undo that and the scale, and divide by the step's tokens.
         unscale = mesh.dp * seq_length / (scale * tokens)
@@ -129,8 +138,19 @@ def main(argv: list[str]) -> None:
         if config.debug_inf == f"{step + 1}:{mesh.rank}":
             gradients["final_layernorm.weight"].view(-1)[:1] = math.inf
         norm, taken = optimizer_step(
-            optimizer, shards, gradients, table, mesh, unscale, config.clip_grad)
+            optimizer, shards, gradients, table, mesh, unscale, config.clip_grad, total)
+        if not taken:
+            say(f"step {step + 1}: skipped, loss {total / tokens:g}, gradient norm {norm:g}")
+        skipped_in_a_row = 0 if taken else skipped_in_a_row + 1
+        if skipped_in_a_row >= config.max_consecutive_skips:
+            saver.wait()
+            raise UsageError(
+                f"--max-consecutive-skips {skipped_in_a_row}: reached at step {step + 1}, loss "
+                f"{total / tokens:g}, first gradient that is not finite: "
+                f"{first_not_finite(gradients, mesh)}; lower --lr and resume: the last checkpoint "
+                "is intact")
         if scaler and not taken and scaler.exhausted:
+            saver.wait()
             raise UsageError(
                 f"--min-loss-scale {scaler.minimum:g}: reached, and step {step + 1} still "
                 f"overflows, first in {first_not_finite(gradients, mesh)}; lower --lr, or take "
@@ -155,15 +175,25 @@ def main(argv: list[str]) -> None:
             say(report.log_line(record, config.train_iters, (now - logged[0]) / (step - logged[1])))
             logged = now, step
         if step % config.eval_interval == 0 and step < config.train_iters:
-            result = evaluate(model, compute, val, config, mesh)
+            result = evaluate(model, compute, val, size, config, mesh)
             say(f"step {step} | validation {in_words(result, val)}")
+        saver.poll()
         if step % config.save_interval == 0:
             save()
             saved = step
+        if told:
+            break
 
     if saved != step:
         save()
-    result = in_words(evaluate(model, compute, val, config, mesh), val)
+    if not saver.wait():
+        raise UsageError(f"--out {out}: the last checkpoint is not written, see above; mend that, "
+                         f"and the same command goes on")
+    if step < config.train_iters:
+        say(f"stopped at step {step} of {config.train_iters} by {signals or 'a signal elsewhere'}; "
+            "the same command goes on")
+        return
+    result = in_words(evaluate(model, compute, val, size, config, mesh), val)
     if mesh.rank == 0:
         bits = 8 * corpus["gzip_bytes"] / val.bytes if val.bytes else math.nan
         gzip = f"gzip -9 on the same text: {bits:.4f} bits per byte"
@@ -171,58 +201,24 @@ def main(argv: list[str]) -> None:
     say(f'next: python infer.py --load {shlex.quote(str(out))} --prompt "def main():"')
 
 
-def find_start(config: TrainConfig) -> str | None:
-    """The checkpoint to resume, if any.  Raises UsageError if its model has another shape."""
-    own = checkpoint.newest(Path(config.out) / "checkpoints")
-    if config.resume == "none":
-        if own:
-            raise UsageError(f"--resume none: {own} is there; give another --out, or remove it")
-        return None
-    start = own if config.resume == "auto" else Path(config.resume)
-    if start is None:
-        return None
-    if (start / "checkpoints").is_dir():                        # a run: its newest
-        start = checkpoint.newest(start / "checkpoints") or start
-    if own and start.resolve() != own.resolve():
-        raise UsageError(f"--resume {start}: --out {config.out} has a checkpoint of its own, {own};"
-                         " give another --out, or remove that")
-    saved = checkpoint.read_meta(start)["config"]
-    for field in fields(ModelConfig):
-        mine, its = getattr(config, field.name), saved[field.name]
-        if mine != its:
-            raise UsageError(f"--{field.name.replace('_', '-')} {mine}: the checkpoint {start} has "
-                             f"{its}; give {its}, or another --out")
-    return str(start)
-
-
-def prepare(config: TrainConfig, start: str | None) -> str:
-    """Make the run directory, its tokenizer and its data; return the data's directory."""
-    out = Path(config.out)
-    try:
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-        for path in (out / "checkpoints/.writable", out / "metrics.jsonl"):
-            open(path, "a").close()             # fail now, not at the first save
-        (out / "checkpoints/.writable").unlink()
-        directory = data.prepare(config.data, out, config.vocab_size, config.num_workers,
-                                 Path(start).parent.parent if start else None)
-        (out / "config.json").write_text(json.dumps(asdict(config), indent=1))
-    except OSError as error:
-        raise UsageError(f"{error.filename or out}: {error.strerror}; give an --out that can be "
-                         "written and --data that can be read") from None
-    return str(directory)
-
-
-def changes(before: dict, config: TrainConfig) -> str:
-    """What differs from the run that is resumed, in words."""
-    now = asdict(config)
-    names = [name for name in now if name in before and now[name] != before[name]]
-    return "".join(f", --{name.replace('_', '-')} {now[name]} (was {before[name]})"
-                   for name in names if name not in ("out", "resume"))
+def forward_backward(model: nn.Module, compute: nn.Module, train: Windows, chosen: np.ndarray,
+                     micro_batch_size: int, scale: float, mesh: Mesh) -> Tensor:
+    """A window of micro-batches, this rank's share of a step's `chosen` samples: leaves gradients
+    of `scale` times the loss; returns the sums of loss and tokens, (2)."""
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    _, number = shares(len(chosen), mesh.dp, micro_batch_size)
+    window = micro_batches(train, chosen, mesh.dp, mesh.dp_rank, micro_batch_size, mesh.device)
+    for i, (ids, targets, weights) in enumerate(window):
+        zero.micro_batch(model, compute, first=i == 0, last=i == number - 1)
+        part = compute(ids, targets, weights)               # sum over the micro-batch's tokens
+        (part * scale).backward()                           # scaled alike at every topology
+        sums += torch.stack([part.detach(), weights.sum()])
+    return sums
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, compute: nn.Module, val: Windows, config: TrainConfig,
-             mesh: Mesh) -> float | None:
+def evaluate(model: nn.Module, compute: nn.Module, val: Windows, micro_batch_size: int,
+             config: TrainConfig, mesh: Mesh) -> float | None:
     """Mean loss a token over the first --eval-iters global batches of validation windows, shared by
     the data ranks; None where there is no window."""
     count = min(len(val.ids), config.eval_iters * config.global_batch_size)
@@ -232,7 +228,7 @@ def evaluate(model: nn.Module, compute: nn.Module, val: Windows, config: TrainCo
     zero.refresh(model, compute)
     compute.eval()
     for ids, targets, weights in micro_batches(val, np.arange(count), mesh.dp, mesh.dp_rank,
-                                               config.micro_batch_size, mesh.device):
+                                               micro_batch_size, mesh.device):
         sums += torch.stack([compute(ids, targets, weights), weights.sum()])
     compute.train()
     zero.release(compute)

@@ -11,7 +11,7 @@ import difflib
 import math
 from dataclasses import fields
 
-from nanogeex.config import PRESETS, UsageError
+from nanogeex.config import PRESETS, UsageError, number_or_auto
 
 
 def parse(config_class, argv: list[str], description: str):
@@ -29,7 +29,8 @@ def parse(config_class, argv: list[str], description: str):
         group = groups[meta["group"]]
         names = [_flag_name(f)] + ([meta["short"]] if "short" in meta else [])
         if f.type is bool:
-            group.add_argument(*names, action="store_true", help=meta["help"])
+            switch = argparse.BooleanOptionalAction if f.default else "store_true"
+            group.add_argument(*names, action=switch, help=meta["help"])
             continue
         default = preset_defaults.get(f.name, f.default)
         default = "" if default is None else f" (default: {default})"
@@ -65,6 +66,8 @@ def _refuse(message: str):
 
 def _check_bounds(f, value):
     meta, shown = f.metadata, f"{_flag_name(f)} {value}"
+    if value == "auto" and meta.get("type") is number_or_auto:
+        return
     if "choices" in meta and value not in meta["choices"]:
         raise UsageError(f"{shown}: unknown; choose one of {', '.join(meta['choices'])}")
     if isinstance(value, float) and not math.isfinite(value):

@@ -27,6 +27,10 @@ def flag(default, group: str, help: str, **meta):
     return field(default=default, metadata=dict(group=group, help=help, **meta))
 
 
+def number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 @dataclass
 class ModelConfig:
     """The shape of a CodeGeeX: `num_layers` ordinary blocks, then one top-query block."""
@@ -68,7 +72,8 @@ class TrainConfig(ModelConfig):
         1234, "run", "of the weights and of the order of the samples", low=0, high=2**63 - 1)
     device: str = flag("auto", "run", "auto: CUDA where there is some", choices=DEVICES)
     timeout: float = flag(
-        300.0, "run", "seconds that ranks wait for one another before the job fails", above=0)
+        120.0, "run", "seconds that ranks wait for one another before the job fails; making the "
+        "data and saving do not count", above=0)
 
     data: list[str] | None = flag(
         None, "data", "folders of source files, .jsonl[.gz] files with `code`, or one prepared "
@@ -76,8 +81,9 @@ class TrainConfig(ModelConfig):
     num_workers: int = flag(0, "data", "processes that tokenise; 0: one a core", low=0, high=512)
 
     train_iters: int = flag(1000, "training", "optimizer steps in all", low=0)
-    micro_batch_size: int = flag(
-        16, "training", "samples a data rank puts through the model at once, at most", low=1)
+    micro_batch_size: int | str = flag(
+        16, "training", "samples a data rank puts through the model at once, at most; auto: as "
+        "many as fit into memory", low=1, type=number_or_auto)
     global_batch_size: int = flag(
         16, "training", "samples a step, over all data ranks", low=1, high=10**7)
     init_method_std: float = flag(0.02, "training", "of the initial weights", above=0)
@@ -98,6 +104,9 @@ class TrainConfig(ModelConfig):
     adam_eps: float = flag(1e-6, "training", "added to the root of the second moment; far below "
                            "gradients, far above their rounding", above=0)
     clip_grad: float = flag(1.0, "training", "largest gradient norm; 0: no clipping", low=0)
+    max_consecutive_skips: int = flag(
+        50, "training", "stop when so many steps in a row were skipped for a loss or gradient that "
+        "is not finite", low=1)
 
     precision: str | None = flag(
         None, "precision", "of products and activations, masters are fp32; default: fp32 on a CPU "
@@ -130,6 +139,9 @@ class TrainConfig(ModelConfig):
     eval_iters: int = flag(100, "logging", "global batches an evaluation, at most", low=1)
     save_interval: int = flag(
         500, "logging", "steps between checkpoints; the last step always makes one", low=1)
+    keep_last: int = flag(3, "logging", "checkpoints to keep", low=1)
+    async_save: bool = flag(
+        True, "logging", "write checkpoints in the background, from a copy in memory")
 
     def __post_init__(self):
         if self.checkpoint_activations and self.recompute == "none":

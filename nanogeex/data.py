@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from nanogeex import corpus, tokenizer
 from nanogeex.config import UsageError
+from nanogeex.mesh import end_with_parent
 from nanogeex.tokenizer import CodeTokenizer
 
 VALIDATION_SHARE, VALIDATION_BYTES = 0.05, 32 << 20     # of the text, the smaller of the two
@@ -185,9 +186,8 @@ def _encode_unit(encoder: CodeTokenizer, dtype: np.dtype, last_validation: bytes
 
 def _in_parallel(work: Callable, units: Iterator, workers: int, what: str) -> Iterator:
     """map(work, units), in order, on `workers` processes; few results wait at a time."""
-    ignore_interrupts = (signal.signal, (signal.SIGINT, signal.SIG_IGN))     # Ctrl-C is rank 0's
     with (tqdm(desc=what, unit=" MB", disable=None, leave=False) as bar,
-          multiprocessing.get_context("fork").Pool(workers, *ignore_interrupts) as pool):
+          multiprocessing.get_context("fork").Pool(workers, _start_worker) as pool):
         pending: deque = deque()
         for unit in units:
             pending.append(pool.apply_async(work, (unit,)))
@@ -197,6 +197,11 @@ def _in_parallel(work: Callable, units: Iterator, workers: int, what: str) -> It
         for result in pending:
             yield result.get()
             bar.update()
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is rank 0's
+    end_with_parent()
 
 
 def _write(path: Path, content: bytes) -> None:

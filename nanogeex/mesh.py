@@ -16,9 +16,11 @@ Tests: tests/test_mesh.py, tests/test_errors.py.
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,14 +57,18 @@ class Mesh:
     def tp_rank(self) -> int:
         return self.rank % self.tp
 
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.world > 1 else None
+
     def dp_mesh(self) -> DeviceMesh:
         """This rank's column, as FSDP2 asks for it."""
         return DeviceMesh.from_group(self.dp_group, self.device.type, mesh_dim_names=("dp",))
 
-    def tp_dp_mesh(self) -> DeviceMesh:
+    def tp_dp_mesh(self, device_type: str) -> DeviceMesh:
         """The grid with tp outermost, as checkpoints ask for it: cut by tp, and each cut by dp."""
         ranks = torch.arange(self.world).view(self.dp, self.tp).T.contiguous()
-        return DeviceMesh.from_group([self.tp_group, self.dp_group], self.device.type, mesh=ranks,
+        return DeviceMesh.from_group([self.tp_group, self.dp_group], device_type, mesh=ranks,
                                      mesh_dim_names=("tp", "dp"))
 
 
@@ -109,8 +115,7 @@ def init_mesh(tp: int, device: torch.device, timeout: float, init_method: str = 
         store, rank, world = next(dist.rendezvous(init_method, rank, world, timeout=limit))
     except ValueError as error:
         raise UsageError(f"WORLD_SIZE {world}: {error}; start the ranks with torchrun") from None
-    # torchrun's store outlives a restart: each attempt has its own keys in it.
-    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = dist.PrefixStore(name_of_attempt(store, rank, world, timeout), store)
     cuda = device.type == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", store=dist.PrefixStore("world", store),
                             rank=rank, world_size=world, timeout=limit,
@@ -119,6 +124,58 @@ def init_mesh(tp: int, device: torch.device, timeout: float, init_method: str = 
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)      # rows
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)    # columns
     return Mesh(rank, world // tp, tp, device, tp_group, dp_group, store)
+
+
+def name_of_attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
+    """A name that the ranks of this attempt share and that no earlier one had.  torchrun's store
+    outlives workers that it starts anew, and what the dead ones left in it must not be taken for
+    news; nothing that torchrun tells a worker numbers the attempts.
+
+    Every rank says hello with a fresh id; rank 0 offers a fresh name and the ids that it read; who
+    finds his own accepts.  An id that a dead rank left is never accepted, and rank 0 reads again
+    until all have."""
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    ranks, offer = [f"hello/{other}" for other in range(world)], None
+    store.set(ranks[rank], mine)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            hellos = [hello.decode() for hello in store.multi_get(ranks)]
+            if offer is None or hellos != offer["hellos"]:
+                offer = {"name": uuid.uuid4().hex, "hellos": hellos}
+                store.set(f"accepted/{offer['name']}/0", "")
+                store.set("offer", json.dumps(offer))
+        else:
+            offer = json.loads(store.get("offer"))
+            if offer["hellos"][rank:rank + 1] == [mine]:
+                store.set(f"accepted/{offer['name']}/{rank}", "")
+        if store.check([f"accepted/{offer['name']}/{other}" for other in range(world)]):
+            return offer["name"]
+        time.sleep(0.02)
+    raise TimeoutError(f"rank {rank}: not all {world} ranks of the job have come within --timeout "
+                       f"{timeout:g} seconds")
+
+
+def end_with_parent() -> None:
+    """Be killed when the process that started this one ends: a killed torchrun would leave its
+    workers behind, in the way of those that take their place.  Linux only; elsewhere they stay."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)          # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        pass
+
+
+def stop_signals() -> list[str]:
+    """SIGTERM and SIGUSR1 no longer end the process: their names are put into the returned list,
+    for the training loop to see.  A second one ends it at once."""
+    seen: list[str] = []
+
+    def note(number, frame):
+        seen.append(signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, note)
+    return seen
 
 
 def on_rank0(mesh: Mesh, what: str, work: Callable[[], Any]) -> Any:

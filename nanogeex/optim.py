@@ -113,11 +113,12 @@ def first_not_finite(gradients: dict[str, Tensor], mesh: Mesh) -> str | None:
 @torch.no_grad()
 def optimizer_step(optimizer: torch.optim.Optimizer, shards: dict[str, Tensor],
                    gradients: dict[str, Tensor], table: dict[str, Split], mesh: Mesh,
-                   unscale: float, clip: float) -> tuple[float, bool]:
-    """Clip and step, or skip if the norm is not finite.  `gradients` times `unscale` is the true
-    one.  Returns its norm before clipping, and whether the step was taken: alike on all ranks."""
+                   unscale: float, clip: float, loss: float = 0.0) -> tuple[float, bool]:
+    """Clip and step, or skip if the norm or the loss is not finite.  `gradients` times `unscale` is
+    the true one.  Returns its norm before clipping, and whether the step was taken: alike on all
+    ranks."""
     norm = gradient_norm(gradients, table, mesh) * unscale
-    taken = math.isfinite(norm)
+    taken = math.isfinite(norm) and math.isfinite(loss)
     if taken:
         factor = unscale * min(1.0, clip / (norm + 1e-6)) if clip > 0 else unscale
         torch._foreach_mul_(list(gradients.values()), factor)

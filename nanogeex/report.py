@@ -12,6 +12,8 @@ from typing import TextIO
 
 import torch
 
+from nanogeex.config import UsageError
+
 # Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; more special names first.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12,
@@ -60,6 +62,10 @@ def append(metrics: TextIO, record: dict) -> None:
     twice, before and after a resume, has two lines; the later one counts."""
     finite = {key: value if not isinstance(value, float) or math.isfinite(value) else None
               for key, value in record.items()}
-    metrics.write(json.dumps(finite) + "\n")
-    metrics.flush()
+    try:
+        metrics.write(json.dumps(finite) + "\n")
+        metrics.flush()
+    except OSError as error:
+        raise UsageError(f"--out: {metrics.name}: {error.strerror}; mend that, and the same "
+                         "command goes on") from None
 

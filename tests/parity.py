@@ -17,7 +17,7 @@ import torch
 import torch.multiprocessing
 
 import train
-from nanogeex import checkpoint, data
+from nanogeex import checkpoint, data, integrity
 from nanogeex.command_line import parse
 from nanogeex.config import TrainConfig
 from nanogeex.mesh import Mesh
@@ -58,7 +58,7 @@ def run(dp: int, tp: int, argv: list[str], out: Path) -> tuple[dict, dict]:
         sys.exit(f"dp {dp} x tp {tp} failed:\n{Path(log).read_text()}")
     model = CodeGeeX(parse(TrainConfig, argv[:-4], ""), Mesh()).requires_grad_(False)
     weights = dict(model.named_parameters())
-    path = checkpoint.newest(out / "checkpoints")
+    path = integrity.find(out / "checkpoints", Mesh(), print)
     checkpoint.load(path, weights, None, split_table(model), Mesh())
     return metrics(out), weights
 

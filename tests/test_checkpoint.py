@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 
-from nanogeex import checkpoint
+from nanogeex import checkpoint, integrity
 from nanogeex.config import UsageError
 from nanogeex.mesh import Mesh
 from nanogeex.optim import adamw
 from nanogeex.parameters import piece
+from nanogeex.saver import Saver
 from tests.ranks import build, on_ranks, small_config
 
 
@@ -34,7 +35,9 @@ def save(mesh, folder):
     _, _, shards, table = build(small_config(), mesh)
     optimizer = adamw(shards, small_config())
     fill(shards, optimizer, table, mesh, 1.0)
-    checkpoint.save(folder, dict(step=7, config={}), shards, optimizer, table, mesh)
+    meta = dict(step=7, config={}, optimizer_steps=7.0)
+    checkpoint.write(folder, meta, checkpoint.pieces(shards, optimizer), table, 3, mesh,
+                     mesh.world_group)
 
 
 def load(mesh, folder, stepped):
@@ -43,7 +46,8 @@ def load(mesh, folder, stepped):
     optimizer = adamw(shards, small_config())
     if stepped:
         fill(shards, optimizer, table, mesh, 2.0)
-    checkpoint.load(checkpoint.newest(folder), shards, optimizer, table, mesh)
+    path = integrity.find(folder, mesh, pytest.fail)
+    checkpoint.load(path, shards, optimizer, table, mesh)
     for name, shard in shards.items():
         shape, dim = table[name]
         held = [shard]
@@ -57,7 +61,7 @@ def load(mesh, folder, stepped):
 
 
 def test_a_step_saved_again_replaces_what_is_there(tmp_path):
-    for left_over in ("step-00000007", "step-00000007.tmp"):
+    for left_over in ("step-00000007", "step-00000007.tmp", "step-00000007.old"):
         (tmp_path / left_over).mkdir()
         (tmp_path / left_over / "__9_0.distcp").write_text("of a run that died")
     save(Mesh(), tmp_path)
@@ -83,23 +87,13 @@ def torn(mesh, folder):
     if mesh.rank == 1:                                      # one bit, on one tp rank
         shards["layers.0.mlp.dense_4h_to_h.bias"].view(torch.int32)[3] ^= 1
     with pytest.raises(RuntimeError, match="layers.0.mlp.dense_4h_to_h.bias: not the same"):
-        checkpoint.save(folder, dict(step=7, config={}), shards, adamw(shards, small_config()),
-                        table, mesh)
+        Saver(folder, table, 3, False, mesh, print).save(
+            dict(step=7, config={}), shards, adamw(shards, small_config()))
 
 
 def test_replicas_that_differ_are_not_saved(tmp_path):
-    on_ranks(2, 2, torn, tmp_path)
-    assert checkpoint.newest(tmp_path) is None
-
-
-def test_newest_ignores_what_is_not_whole(tmp_path):
-    assert checkpoint.newest(tmp_path) is None
-    for name, whole in (("step-00000010", True), ("step-00000020", False),
-                        ("step-00000030.tmp", True), ("step-backup00", True)):
-        (tmp_path / name).mkdir()
-        if whole:
-            (tmp_path / name / "meta.json").write_text("{}")
-    assert checkpoint.newest(tmp_path).name == "step-00000010"
+    on_ranks(4, 2, torn, tmp_path)
+    assert integrity.find(tmp_path, Mesh(), print) is None
 
 
 def test_unreadable_meta(tmp_path):
@@ -107,4 +101,4 @@ def test_unreadable_meta(tmp_path):
         if content:
             (tmp_path / "meta.json").write_text(content)
         with pytest.raises(UsageError, match="meta.json cannot be read"):
-            checkpoint.read_meta(tmp_path)
+            integrity.read_meta(tmp_path)
