@@ -87,22 +87,18 @@ def main(argv: list[str]) -> None:
                     "scaler": scaler.state() if scaler else None, "config": asdict(config)},
                    shards, optimizer)
 
-    share, size = -(-batch // mesh.dp), config.micro_batch_size
-    if size == "auto":
-        size = micro_batch.auto(model, compute, config, share, mesh)
-    if limit := on_rank0(mesh, "micro-batch limit", lambda: micro_batch.limit(out)):
-        say(f"note: micro-batches of at most {limit}, more was out of memory; remove "
-            f"{out}/micro_batch_size to try again")
-        size = min(size, limit)
+    share = -(-batch // mesh.dp)                                # of a data rank, the largest
+    size = micro_batch.choose(model, compute, config, share, mesh, say)
     _, number = shares(batch, mesh.dp, size)
     say(f"{config.num_parameters:,} parameters | dp {mesh.dp} x tp {mesh.tp} | {device.type} "
         f"{config.precision} | {batch} samples a step, micro-batches a data rank: {number}")
     if batch % mesh.dp:
         say(f"note: {batch} samples on {mesh.dp} data ranks are shares of {share - 1} and {share}; "
             "the loss is the same, ranks with less wait")
-    if size > share:
-        say(f"note: --micro-batch-size {size} is more than a data rank's share of a step, {share}; "
-            f"micro-batches are of {share}")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        say("note: for nodes that may come back, start torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without it torch lets none join a running job")
     if start:
         say(f"resuming {start} at step {step}"
             f"{run_directory.changes(meta['config'], config)}")

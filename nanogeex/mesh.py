@@ -142,14 +142,13 @@ def name_of_attempt(store: dist.Store, rank: int, world: int, timeout: float) ->
             hellos = [hello.decode() for hello in store.multi_get(ranks)]
             if offer is None or hellos != offer["hellos"]:
                 offer = {"name": uuid.uuid4().hex, "hellos": hellos}
-                store.set(f"accepted/{offer['name']}/0", "")
                 store.set("offer", json.dumps(offer))
         else:
             offer = json.loads(store.get("offer"))
-            if offer["hellos"][rank:rank + 1] == [mine]:
-                store.set(f"accepted/{offer['name']}/{rank}", "")
-        if store.check([f"accepted/{offer['name']}/{other}" for other in range(world)]):
-            return offer["name"]
+        if offer["hellos"][rank:rank + 1] == [mine]:            # else an earlier attempt's
+            store.set(f"accepted/{offer['name']}/{rank}", "")
+            if store.check([f"accepted/{offer['name']}/{other}" for other in range(world)]):
+                return offer["name"]
         time.sleep(0.02)
     raise TimeoutError(f"rank {rank}: not all {world} ranks of the job have come within --timeout "
                        f"{timeout:g} seconds")

@@ -13,6 +13,7 @@ Tests: tests/test_survival.py.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,9 +22,24 @@ from torch import nn
 
 from nanogeex import zero
 from nanogeex.config import TrainConfig, UsageError
-from nanogeex.mesh import Mesh
+from nanogeex.mesh import Mesh, on_rank0
 
 CPU_SHARE, GPU_SHARE = 0.5, 0.9         # of the memory that is free
+
+
+def choose(model: nn.Module, compute: nn.Module, config: TrainConfig, share: int, mesh: Mesh,
+           say: Callable[[str], None]) -> int:
+    """The size to begin with, for a data rank's `share` of a step; `say` hears what limits it."""
+    size, out = config.micro_batch_size, Path(config.out)
+    if size == "auto":
+        size = auto(model, compute, config, share, mesh)
+    elif size > share:
+        say(f"note: --micro-batch-size {size} is more than a data rank's share of a step, {share}; "
+            f"micro-batches are of {share}")
+    if limit := on_rank0(mesh, "micro-batch limit", lambda: _limit(out)):
+        say(f"note: micro-batches of at most {limit}, more was out of memory; remove "
+            f"{out}/micro_batch_size to try again")
+    return min(size, limit or size)
 
 
 def auto(model: nn.Module, compute: nn.Module, config: TrainConfig, largest: int,
@@ -87,7 +103,7 @@ def _free_memory() -> int:
         return 4 << 30
 
 
-def limit(out: Path) -> int | None:
+def _limit(out: Path) -> int | None:
     """What is left in the run directory by a run that was out of memory."""
     try:
         return int((out / "micro_batch_size").read_text())

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nanogeex.config import UsageError
-from nanogeex.mesh import Mesh, init_mesh, on_rank0, pick_device
+from nanogeex.mesh import Mesh, init_mesh, name_of_attempt, on_rank0, pick_device
 from tests.ranks import on_ranks
 
 
@@ -55,6 +56,26 @@ def wait(mesh):
         time.sleep(3)
         return {"made": [1, "two"]}
     return on_rank0(mesh, "slow", slow), on_rank0(mesh, "fast", lambda: mesh.rank)
+
+
+def test_attempts_have_names_of_their_own():
+    """One store sees several worlds; what earlier ones left in it misleads nobody."""
+    server, seen = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), set()
+    for world in (4, 2, 3, 2, 8, 2):
+        names = [None] * world
+
+        def join(rank, names=names, world=world):
+            store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+            time.sleep(0.05 * (rank * 7 % 5))
+            names[rank] = name_of_attempt(store, rank, world, 30)
+
+        ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert len(set(names)) == 1 and names[0] and names[0] not in seen
+        seen.add(names[0])
 
 
 def test_all_get_the_value_of_rank0():

@@ -4,8 +4,10 @@ import fcntl
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanogeex import integrity, micro_batch, zero
+from nanogeex import checkpoint, integrity, micro_batch
 from nanogeex.checkpoint import SaveError, pieces, write
 from nanogeex.config import UsageError
 from nanogeex.mesh import Mesh
@@ -156,7 +158,6 @@ def test_the_copy_is_what_training_had(tmp_path, monkeypatch):
     release.append(True)
     assert saver.wait()
     _, _, loaded, _ = build(small_config(), Mesh())
-    from nanogeex import checkpoint
     checkpoint.load(tmp_path / "step-00000001", loaded, None, table, Mesh())
     assert all(torch.equal(loaded[name], before[name]) for name in before)
 
@@ -329,26 +330,53 @@ def test_a_full_disk(one, tmp_path):
 
 
 def free_port():
-    import socket
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def test_a_killed_agent(one, tmp_path):
-    """Two agents of two ranks; one is killed, the other goes on with dp 2, on the same curve."""
+def test_agents_that_come_and_go(one, tmp_path):
+    """Agents of two ranks: one begins, one joins and is killed; the same curve as one process."""
+    out, argv = one
+    argv = [*argv[:-4], "--train-iters", 300, "--save-interval", 4, "--lr-decay-iters", 300]
+    run("train.py", *argv, "--out", tmp_path / "one")
+    elastic = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test",
+               "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1",
+               f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first = start(argv, tmp_path / "two", 2, elastic, shared)
+    wait_for_step(tmp_path / "two", 10, first)
+    second = start(argv, tmp_path / "two", 2, elastic, shared)
+    while "4" != topology(tmp_path / "two") and first.poll() is None:
+        time.sleep(0.1)
+    second.kill()
+    second.communicate()
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == 0, said
+    worlds = re.findall(r"dp (\d) x tp 1|by \['(SIGTERM)'\]", said)
+    assert worlds == [("2", ""), ("", "SIGTERM"), ("4", ""), ("2", "")], said
+    same(metrics(tmp_path / "two"), metrics(tmp_path / "one"), range(1, 301), 1e-3)
+
+
+def topology(out):
+    """dp of the newest checkpoint."""
+    newest = max(integrity.steps(out / "checkpoints"))
+    return str(integrity.read_meta(newest)["topology"]["dp"])
+
+
+def test_an_agent_that_is_killed(one, tmp_path):
+    """torchrun as it comes; the survivor goes on with dp 2."""
     out, argv = one
     argv = [*argv[:-4], "--train-iters", 40, "--save-interval", 4, "--lr-decay-iters", 40]
     run("train.py", *argv, "--out", tmp_path / "one")
     elastic = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test",
-               f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+               "--rdzv-conf=last_call_timeout=3", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     first = start(argv, tmp_path / "two", 2, elastic)
-    time.sleep(1)
     second = start(argv, tmp_path / "two", 2, elastic)
     wait_for_step(tmp_path / "two", 10, first)
     second.kill()
+    second.communicate()
     said = first.communicate(timeout=120)[0]
-    second.wait()
     assert first.returncode == 0, said
     assert "dp 4 x tp 1" in said and "dp 2 x tp 1" in said and "resuming" in said
     same(metrics(tmp_path / "two"), metrics(tmp_path / "one"), range(1, 41), 1e-5)
@@ -426,4 +454,3 @@ def test_out_of_memory(one, tmp_path, ranks):
 def test_out_of_memory_with_one_sample(tmp_path):
     with pytest.raises(UsageError, match="--micro-batch-size 1: out of memory; take --recompute"):
         micro_batch.halved(1, tmp_path, Mesh())
-    assert zero is not None
