@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanogeex.mesh import Mesh
 from nanogeex.model import CodeGeeX, KeysValues
-from nanogeex.tokenizer import CodeTokenizer
+from nanogeex.tokenizer import CodeGeeXTokenizer, CodeTokenizer
 
 
 @dataclass
@@ -78,7 +78,8 @@ def generate(model: CodeGeeX, prompt: list[int], new_tokens: int, end: int, samp
         yield ids.item()
 
 
-def stream_text(tokenizer: CodeTokenizer, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:
+def stream_text(tokenizer: CodeTokenizer | CodeGeeXTokenizer, prompt: list[int],
+                ids: Iterator[int]) -> Iterator[str]:
     """The text of `ids` as it is decided, never half a character; its parts joined are all."""
     so_far = list(prompt)
     text = tokenizer.decode(so_far)

@@ -6,6 +6,8 @@ that a newline and its indentation can become one piece), and bytes stand in for
 One hole is left: SentencePiece writes a blank as U+2581, and a real U+2581 would come back as a
 blank.  A two-way escape closes it.
 
+CodeGeeX's released weights know another tokenizer's ids: that is codegeex_tokenizer.py.
+
 Tests: tests/test_tokenizer.py.
 """
 
@@ -15,9 +17,10 @@ from pathlib import Path
 
 import sentencepiece
 
+from nanogeex.codegeex_tokenizer import END_OF_DOCUMENT, CodeGeeXTokenizer
 from nanogeex.config import UsageError
 
-END_OF_DOCUMENT = "<|endoftext|>"
+__all__ = ["END_OF_DOCUMENT", "CodeGeeXTokenizer", "CodeTokenizer", "train"]
 _BLANK, _ESCAPE = "\u2581", "\ue000"        # SentencePiece's blank; a private-use character of ours
 
 
