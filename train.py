@@ -40,10 +40,11 @@ from nanogeex.samples import (
     shares,
     step_seed,
 )
+from nanogeex.weights import fill_shards, training_defaults
 
 
 def main(argv: list[str]) -> None:
-    config = parse(TrainConfig, argv, __doc__)
+    config = parse(TrainConfig, argv, __doc__, training_defaults)
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -77,6 +78,9 @@ def main(argv: list[str]) -> None:
         if scaler and meta["scaler"]:
             vars(scaler).update(meta["scaler"])             # its state; its flags are today's
         checkpoint.load(Path(start), shards, optimizer, table, mesh)
+    elif config.init_from:
+        for note in fill_shards(config.init_from, shards, table, mesh):
+            say(f"note: {config.init_from}: {note}")
     else:
         zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
 
@@ -199,8 +203,9 @@ def prepare(config: TrainConfig, start: str | None) -> str:
         for path in (out / "checkpoints/.writable", out / "metrics.jsonl"):
             open(path, "a").close()             # fail now, not at the first save
         (out / "checkpoints/.writable").unlink()
+        tokenizer = Path(start).parent.parent if start else config.tokenizer
         directory = data.prepare(config.data, out, config.vocab_size, config.num_workers,
-                                 Path(start).parent.parent if start else None)
+                                 Path(tokenizer) if tokenizer else None)
         (out / "config.json").write_text(json.dumps(asdict(config), indent=1))
     except OSError as error:
         raise UsageError(f"{error.filename or out}: {error.strerror}; give an --out that can be "
