@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from nanogeex.command_line import parse
 from nanogeex.config import DTYPES, ShardConfig
 from nanogeex.convert import convert, describe
@@ -17,6 +19,7 @@ from nanogeex.sources import find, open_weights
 
 def main(argv: list[str]) -> None:
     config = parse(ShardConfig, argv, __doc__)
+    torch.set_num_threads(1)                # a copy waits for pages: threads that spin slow it down
     weights = open_weights(find(config.source))
     if config.destination is None:
         print(describe(weights))

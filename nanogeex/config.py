@@ -245,7 +245,7 @@ def check_shape(config: ModelConfig, tp: int) -> None:
     if hidden % heads:
         raise UsageError(f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}"
                          "; change one")
-    cut = {"--hidden-size": hidden, "--num-attention-heads": heads, "the FFN's width": 4 * hidden,
+    cut = {"--num-attention-heads": heads, "--hidden-size": hidden, "the FFN's width": 4 * hidden,
            "the padded vocabulary": config.padded_vocab_size, "--seq-length": config.seq_length}
     for what, size in cut.items():
         if size % tp:

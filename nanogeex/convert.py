@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.serialization import set_default_mmap_options, skip_data
 from tqdm import tqdm
 
-from nanogeex import checkpoint
 from nanogeex.config import ModelConfig, UsageError
 from nanogeex.mesh import Mesh
 from nanogeex.parameters import split_table
 from nanogeex.released_layout import PART, nest, read_part, released_name
-from nanogeex.sources import Weights, on_meta
+from nanogeex.sources import Weights, on_meta, read_run
 from nanogeex.weights import WORDS, fill, vocabulary_note, with_rows
 
 
@@ -60,7 +59,9 @@ def convert(weights: Weights, destination: Path, tp: int, dtype: torch.dtype | N
     if rows % tp:
         raise UsageError(f"--padded-vocab-size {rows}: not a multiple of --tp {tp}; give one")
     _check_destination(destination, tp)
-    read_run(weights)
+    if weights.trained:                                 # whole, the one copy in memory
+        weights.parts = [{name: torch.empty(each.shape) for name, each in weights.table.items()}]
+        read_run(weights, weights.parts[0], weights.table, Mesh())
     weights.notes += vocabulary_note(weights, rows)
     files = [destination / PART.format(i) for i in range(tp)] if tp > 1 else [destination]
     temporaries = [file.with_name(file.name + ".tmp") for file in files]
@@ -143,11 +144,3 @@ def _check_destination(destination: Path, tp: int) -> None:
         raise UsageError(f"{destination}: exists and is not empty; give another DST")
     if tp == 1 and destination.exists():
         raise UsageError(f"{destination}: exists; give --tp 1 the name of a new file")
-
-
-def read_run(weights: Weights) -> None:
-    """A run's weights from its checkpoint, in fp32, whole: the one copy in memory."""
-    if weights.trained:
-        whole = {name: torch.empty(split.shape) for name, split in weights.table.items()}
-        checkpoint.load(weights.path, whole, None, weights.table, Mesh())
-        weights.parts = [whole]

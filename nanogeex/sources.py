@@ -6,7 +6,8 @@ memory, of which nothing has been read yet.  What the parts must agree on is che
       names and shapes       those of a model of this shape, cut as its split table says
       repeated tensors       the same bits in every part: else these are parts of two models
 
-The shape of the model is read off the tensors; the number of heads is not in them.
+The shape of the model is read off the tensors; the number of heads is not in them.  Only a run
+needs checkpoint.py, which is imported where it is called: DCP takes 45 MB.
 
 Tests: tests/test_weights.py.
 """
@@ -18,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanogeex import checkpoint
 from nanogeex.config import DTYPES, ModelConfig, UsageError
 from nanogeex.mesh import Mesh
 from nanogeex.model import CodeGeeX, Options
@@ -45,11 +45,13 @@ def find(given: str) -> Path:
     """What a user gives -> what to open: a run's newest checkpoint, else the path itself."""
     path = Path(given)
     if (path / "checkpoints").is_dir():
+        from nanogeex import checkpoint
+
         path = checkpoint.newest(path / "checkpoints") or path
     if path.is_file() or (path / "meta.json").is_file() or any(path.glob("mp_rank_*.pt")):
         return path.resolve()
-    raise UsageError(f"{given}: no released file, no directory of {PART.format(0)} ..., no run with"
-                     " a checkpoint; give one of these")
+    raise UsageError(f"{given}: no released file, no directory of {PART.format(0)} ..., and no run "
+                     f"with a checkpoint; give one, or make a run: `python train.py --out {given}`")
 
 
 def open_weights(path: Path) -> Weights:
@@ -100,12 +102,25 @@ def on_meta(config: ModelConfig, mesh: Mesh, options: Options | None = None) -> 
 
 def _open_run(path: Path) -> Weights:
     """A training checkpoint: its shape, with tensors that are not read yet."""
+    from nanogeex import checkpoint
+
     trained = checkpoint.read_meta(path)["config"]
     config = ModelConfig(**{each.name: trained[each.name] for each in fields(ModelConfig)})
     table = split_table(on_meta(config, Mesh()))
     tensors = {name: torch.empty(split.shape, device="meta") for name, split in table.items()}
     return Weights(path, "training run", [path], [tensors], config, config.num_attention_heads,
                    table, trained=trained)
+
+
+def read_run(weights: Weights, pieces: dict[str, Tensor], table: dict[str, Split],
+             mesh: Mesh) -> None:
+    """Fill this rank's pieces, in fp32, from a run's checkpoint."""
+    from nanogeex import checkpoint
+
+    if table != weights.table:
+        raise UsageError(f"--vocab-size: {weights.path} has {weights.config.padded_vocab_size} rows"
+                         ", padding included; leave it out")
+    checkpoint.load(weights.path, pieces, None, table, mesh)
 
 
 def _shape(part: dict[str, Tensor], file: Path, name: str) -> torch.Size:

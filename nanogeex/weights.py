@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanogeex import checkpoint
 from nanogeex.config import DTYPES, ModelConfig, UsageError, check_shape
 from nanogeex.mesh import Mesh
 from nanogeex.model import CodeGeeX, Options
 from nanogeex.parameters import Split, origin, split_table
 from nanogeex.released_layout import released_name
-from nanogeex.sources import Weights, find, on_meta, open_weights
+from nanogeex.sources import Weights, find, on_meta, open_weights, read_run
 from nanogeex.tokenizer import open_tokenizer
 
 WORDS = "word_embeddings.weight"
@@ -116,7 +115,7 @@ def load_model(path: str | Path, num_attention_heads: int | None = None,
     table = split_table(model)
     if weights.trained:
         model.to_empty(device=mesh.device)
-        checkpoint.load(weights.path, dict(model.named_parameters()), None, table, mesh)
+        read_run(weights, dict(model.named_parameters()), table, mesh)
         return model.to(dtype).eval()
     for name, parameter in list(model.named_parameters()):
         kept = weights.parts[0][name].dtype if "layernorm" in name else dtype
@@ -134,7 +133,7 @@ def fill_shards(path: str, shards: dict[str, Tensor], table: dict[str, Split],
     Returns what there is to say."""
     weights = open_weights(find(path))
     if weights.trained:
-        checkpoint.load(weights.path, shards, None, table, mesh)
+        read_run(weights, shards, table, mesh)
         return []
     for name, shard in shards.items():
         fill(shard, name, table[name], mesh, weights)
