@@ -79,8 +79,7 @@ def main(argv: list[str]) -> None:
             vars(scaler).update(meta["scaler"])             # its state; its flags are today's
         checkpoint.load(Path(start), shards, optimizer, table, mesh)
     elif config.init_from:
-        for note in fill_shards(config.init_from, shards, table, mesh):
-            say(f"note: {config.init_from}: {note}")
+        say(fill_shards(config.init_from, shards, table, mesh))
     else:
         zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
 
@@ -203,9 +202,8 @@ def prepare(config: TrainConfig, start: str | None) -> str:
         for path in (out / "checkpoints/.writable", out / "metrics.jsonl"):
             open(path, "a").close()             # fail now, not at the first save
         (out / "checkpoints/.writable").unlink()
-        tokenizer = Path(start).parent.parent if start else config.tokenizer
         directory = data.prepare(config.data, out, config.vocab_size, config.num_workers,
-                                 Path(tokenizer) if tokenizer else None)
+                                 Path(start).parent.parent if start else config.tokenizer)
         (out / "config.json").write_text(json.dumps(asdict(config), indent=1))
     except OSError as error:
         raise UsageError(f"{error.filename or out}: {error.strerror}; give an --out that can be "

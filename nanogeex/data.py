@@ -32,7 +32,7 @@ SAMPLE_BYTES = 2048                                     # a piece that the token
 
 
 def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: int,
-            tokenizer_of: Path | None = None) -> Path:
+            tokenizer_of: str | Path | None = None) -> Path:
     """Make what training reads, or find it made and unchanged; return its directory.
 
     `tokenizer_of`: the directory of the tokenizer whose ids the weights know: the run whose
@@ -40,7 +40,8 @@ def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: 
     unusable."""
     encoder, model = None, None
     if tokenizer_of is not None:
-        encoder, model = tokenizer.open_tokenizer(tokenizer_of), tokenizer.read_files(tokenizer_of)
+        known = Path(tokenizer_of)
+        encoder, model = tokenizer.open_tokenizer(known), tokenizer.read_files(known)
     for source in sources or []:
         for directory in (Path(source), Path(source) / "data"):
             if all((directory / name).is_file() for name in ("meta.json", "train.bin", "val.bin")):

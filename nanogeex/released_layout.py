@@ -81,9 +81,7 @@ def read_part(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         tensors: dict[str, Tensor] = {}
         left: list[str] = []
         _walk(_unpickle(path), "", tensors, left)
-    except UsageError:
-        raise
-    except Exception as error:                      # torch.load raises whatever a bad file causes
+    except Exception as error:              # torch.load raises whatever a bad file causes
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
         raise UsageError(f"{path}: cannot be read safely ({reason}); give a file that torch.save "
@@ -118,8 +116,7 @@ def _unpickle(path: Path) -> object:
     stand_ins = []
     for name in get_unsafe_globals_in_checkpoint(path):
         if name.split(".")[0] in sys.stdlib_module_names and name not in PLAIN:
-            raise UsageError(f"{path}: calls {name}, which weights have no use for; it was not "
-                             "called; do not trust this file")
+            raise ValueError(f"it calls {name}, which weights have no use for")
         stand_ins.append((type("Skipped", (_Skipped,), {}), name))
     with safe_globals(stand_ins):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -134,7 +131,7 @@ def _walk(content: object, path: str, tensors: dict[str, Tensor], left: list[str
     name = our_name(path)
     if isinstance(content, Tensor) and name:
         if name in tensors:
-            raise UsageError(f"the file holds {released_name(name)} twice")
+            raise ValueError(f"it holds {released_name(name)} twice")
         tensors[name] = content.detach()
         return
     known = re.match(r"(module|language_model|transformer|embedding|topQueryEmbedding)\b", path)

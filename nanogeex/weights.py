@@ -128,16 +128,17 @@ def load_model(path: str | Path, num_attention_heads: int | None = None,
 
 
 def fill_shards(path: str, shards: dict[str, Tensor], table: dict[str, Split],
-                mesh: Mesh) -> list[str]:
+                mesh: Mesh) -> str:
     """A training run's masters, before its first step: this rank's pieces, cut by tp and by dp.
     Returns what there is to say."""
     weights = open_weights(find(path))
     if weights.trained:
         read_run(weights, shards, table, mesh)
-        return []
-    for name, shard in shards.items():
-        fill(shard, name, table[name], mesh, weights)
-    return weights.notes + vocabulary_note(weights, table[WORDS].shape[0])
+    else:
+        for name, shard in shards.items():
+            fill(shard, name, table[name], mesh, weights)
+    notes = weights.notes + vocabulary_note(weights, table[WORDS].shape[0])
+    return "; ".join([f"starting from {weights.kind} {path}", *notes])
 
 
 def training_defaults(given: dict) -> dict:
