@@ -36,10 +36,11 @@ from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimize
 from nanogeex.parameters import initial_weight, split_table
 from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares, step_seed
 from nanogeex.saver import Saver
+from nanogeex.weights import fill_shards, training_defaults
 
 
 def main(argv: list[str]) -> None:
-    config = parse(TrainConfig, argv, __doc__)
+    config = parse(TrainConfig, argv, __doc__, training_defaults)
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -77,6 +78,8 @@ def main(argv: list[str]) -> None:
         if scaler and meta["scaler"]:
             vars(scaler).update(meta["scaler"])             # its state; its flags are today's
         checkpoint.load(start, shards, optimizer, table, mesh)
+    elif config.init_from:
+        fill_shards(config.init_from, shards, table, mesh, say)
     else:
         zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
 

@@ -9,15 +9,20 @@ Tests: tests/test_config.py, tests/test_errors.py.
 import argparse
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import fields
 
 from nanogeex.config import PRESETS, UsageError, number_or_auto
 
 
-def parse(config_class, argv: list[str], description: str):
-    """Command line -> config.  Raises UsageError; `--help` prints and leaves with 0."""
+def parse(config_class, argv: list[str], description: str,
+          derived: Callable[[dict], dict] = lambda given: {}):
+    """Command line -> config.  Raises UsageError; `--help` prints and leaves with 0.  `derived`
+    makes further defaults of the flags that are given."""
+    positionals = "".join(f"{f.metadata['positional']} " for f in fields(config_class)
+                          if "positional" in f.metadata)
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]", description=description, allow_abbrev=False,
+        usage="%(prog)s " + positionals + "[flags]", description=description, allow_abbrev=False,
         argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = _refuse                      # one line, not a page of usage
     known = {f.name: f for f in fields(config_class)}
@@ -27,6 +32,10 @@ def parse(config_class, argv: list[str], description: str):
         if meta["group"] not in groups:
             groups[meta["group"]] = parser.add_argument_group(meta["group"])
         group = groups[meta["group"]]
+        if "positional" in meta:                # "SRC" must be given, "[DST]" may be
+            group.add_argument(f.name, metavar=meta["positional"].strip("[]"), help=meta["help"],
+                               nargs="?" if "[" in meta["positional"] else None)
+            continue
         names = [_flag_name(f)] + ([meta["short"]] if "short" in meta else [])
         if f.type is bool:
             switch = argparse.BooleanOptionalAction if f.default else "store_true"
@@ -41,7 +50,7 @@ def parse(config_class, argv: list[str], description: str):
         if "list" in str(f.type):
             options |= {"type": str, "action": "extend", "nargs": "+"}
         group.add_argument(*names, help=meta["help"] + default, **options)
-    for short in ("fp16", "bf16"):
+    for short in ("fp16", "bf16") if "precision" in known else ():
         groups[known["precision"].metadata["group"]].add_argument(
             f"--{short}", dest="precision", action="store_const", const=short,
             help=f"--precision {short}")
@@ -53,7 +62,7 @@ def parse(config_class, argv: list[str], description: str):
     for name, value in vars(given).items():
         _check_bounds(known[name], value)
     preset = PRESETS[getattr(given, "preset", "tiny")] if "preset" in known else {}
-    return config_class(**preset | vars(given))
+    return config_class(**preset | derived(vars(given)) | vars(given))
 
 
 def _flag_name(f) -> str:

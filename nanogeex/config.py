@@ -23,7 +23,8 @@ class UsageError(ValueError):
 
 def flag(default, group: str, help: str, **meta):
     """A dataclass field that is also a flag.  `meta`: bounds `low` <= value <= `high`, value >
-    `above`; `choices`; `short`, a second name; `type`, where the annotation allows None."""
+    `above`; `choices`; `short`, a second name; `type`, where the annotation allows None;
+    `positional`, the name of an argument without a flag."""
     return field(default=default, metadata=dict(group=group, help=help, **meta))
 
 
@@ -68,6 +69,9 @@ class TrainConfig(ModelConfig):
     out: str = flag("out", "run", "run directory: config, tokenizer, data, metrics, checkpoints")
     resume: str = flag("auto", "run", "auto: the newest checkpoint of --out, if there is one; "
                        "none: refuse to continue one; or the PATH of a checkpoint")
+    init_from: str | None = flag(
+        None, "run", "start from these WEIGHTS: a released file, a directory of parts or a run; "
+        "their shape is the model's; a checkpoint in --out goes before them", type=str)
     seed: int = flag(
         1234, "run", "of the weights and of the order of the samples", low=0, high=2**63 - 1)
     device: str = flag("auto", "run", "auto: CUDA where there is some", choices=DEVICES)
@@ -78,6 +82,9 @@ class TrainConfig(ModelConfig):
     data: list[str] | None = flag(
         None, "data", "folders of source files, .jsonl[.gz] files with `code`, or one prepared "
         "directory; default: the running Python's library and some C++ headers of torch")
+    tokenizer: str | None = flag(
+        None, "data", "directory of CodeGeeX's vocab.json and merges.txt, or of a run; default: "
+        "one is trained on the data", type=str)
     num_workers: int = flag(0, "data", "processes that tokenise; 0: one a core", low=0, high=512)
 
     train_iters: int = flag(1000, "training", "optimizer steps in all", low=0)
@@ -130,6 +137,8 @@ class TrainConfig(ModelConfig):
         "input; selective keeps two inputs, and repeats no all-reduce",
         choices=("none", "selective", "full"))
     checkpoint_activations: bool = flag(False, "parallelism", "--recompute full")
+    use_cpu_initialization: bool = flag(
+        False, "parallelism", "accepted, without effect: weights are always filled in place")
 
     debug_inf: str | None = flag(
         None, "logging", "STEP:RANK plants an inf in that rank's gradient at that step, to try "
@@ -154,6 +163,9 @@ class TrainConfig(ModelConfig):
         if self.min_loss_scale > self.initial_loss_scale:
             raise UsageError(f"--min-loss-scale {self.min_loss_scale}: above --initial-loss-scale "
                              f"{self.initial_loss_scale}; lower it")
+        if self.init_from and self.resume not in ("auto", "none"):
+            raise UsageError(f"--init-from {self.init_from}: starts anew, --resume {self.resume} "
+                             "goes on; give one")
         if self.debug_inf and not re.fullmatch(r"\d+:\d+", self.debug_inf):
             raise UsageError(f"--debug-inf {self.debug_inf}: not STEP:RANK; give two numbers")
         check_shape(self, self.tensor_model_parallel_size)
@@ -161,10 +173,20 @@ class TrainConfig(ModelConfig):
 
 @dataclass
 class InferConfig:
-    load: str = flag("out", "input", "run directory, or one of its checkpoints")
+    load: str = flag(
+        "out", "input", "run directory, one of its checkpoints, a released .pt file, or a "
+        "directory of its parts")
+    tokenizer: str | None = flag(
+        None, "input", "directory of CodeGeeX's vocab.json and merges.txt; default: the run's",
+        type=str)
+    num_attention_heads: int | None = flag(
+        None, "input", "of released weights, which do not tell; default: hidden size / 128",
+        low=1, type=int)
     prompt: list[str] | None = flag(
         None, "input", "text to continue, several in order (--prompt=TEXT if it begins with a "
         "dash); default: standard input, as one prompt")
+    prompt_ids: list[str] | None = flag(
+        None, "input", "token ids to continue, as 5,17,300; needs no --tokenizer")
 
     out_seq_length: int = flag(
         256, "sampling", "new tokens, at most; a full context ends it too", low=0)
@@ -175,16 +197,43 @@ class InferConfig:
         0.95, "sampling", "choose among the likeliest that hold this much; 0 or 1: off",
         low=0, high=1)
     seed: int = flag(1234, "sampling", "of the choices", low=0, high=2**63 - 1)
+    end_id: int | None = flag(
+        None, "sampling", "token id to stop before; default: the tokenizer's end of a document",
+        low=0, type=int)
+
+    output: str | None = flag(
+        None, "output", "F.jsonl: an object a prompt, with prompt_ids, ids, prompt and text",
+        type=str)
 
     precision: str | None = flag(
-        None, "machine", "default: fp32 on the CPU, as trained on CUDA", choices=tuple(DTYPES),
-        type=str)
+        None, "machine", "default: fp32 on the CPU, the weights' own on CUDA",
+        choices=tuple(DTYPES), type=str)
     device: str = flag("auto", "machine", "auto: CUDA where there is some", choices=DEVICES)
     tensor_model_parallel_size: int | None = flag(
         None, "machine", "ranks that share the model; default: all that torchrun starts",
         low=1, type=int, short="--tp")
+    use_cpu_initialization: bool = flag(
+        False, "machine", "accepted, without effect: a rank reads its own slices, in place")
     timeout: float = flag(
         300.0, "machine", "seconds that ranks wait for one another before the job fails", above=0)
+
+
+@dataclass
+class ShardConfig:
+    source: str = flag(
+        "", "files", "a released .pt file, a directory of its parts, or a training run",
+        positional="SRC")
+    destination: str | None = flag(
+        None, "files", "a directory for the parts or, with --tp 1, a .pt file; left out: SRC is "
+        "described", positional="[DST]")
+
+    tensor_model_parallel_size: int = flag(8, "conversion", "parts to make", low=1, short="--tp")
+    dtype: str | None = flag(
+        None, "conversion", "of all tensors; default: as they are, fp16 for a training run",
+        choices=tuple(DTYPES), type=str)
+    padded_vocab_size: int | None = flag(
+        None, "conversion", "rows of the vocabulary: zeros are added, or the last left out; "
+        "default: as it is, or the next multiple of --tp", low=1, type=int)
 
 
 # 125m: the smallest model of GPT-3 (arXiv:2005.14165, table 2.1), in blocks of ours.  codegeex-13b:

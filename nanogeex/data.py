@@ -33,25 +33,26 @@ SAMPLE_BYTES = 2048                                     # a piece that the token
 
 
 def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: int,
-            tokenizer_of: Path | None = None) -> Path:
+            tokenizer_of: str | Path | None = None) -> Path:
     """Make what training reads, or find it made and unchanged; return its directory.
 
-    `tokenizer_of`: the run whose checkpoint goes on; its weights know its tokenizer's ids, so text
-    is encoded with that one.  Raises UsageError for sources that are missing or unusable."""
-    own, model = out / "tokenizer.model", None
+    `tokenizer_of`: the directory of the tokenizer whose ids the weights know: the run whose
+    checkpoint goes on, or --tokenizer.  Raises UsageError for sources that are missing or
+    unusable."""
+    encoder, model = None, None
     if tokenizer_of is not None:
-        CodeTokenizer.load(tokenizer_of / own.name)
-        model = (tokenizer_of / own.name).read_bytes()
+        known = Path(tokenizer_of)
+        encoder, model = tokenizer.open_tokenizer(known), tokenizer.read_files(known)
     for source in sources or []:
         for directory in (Path(source), Path(source) / "data"):
             if all((directory / name).is_file() for name in ("meta.json", "train.bin", "val.bin")):
                 if len(sources) > 1:
                     raise UsageError(f"--data {source}: prepared already; give it alone")
-                return _use_prepared(directory, own, model)
+                return _use_prepared(directory, out, model)
     files = corpus.list_files(sources, leave=out)
     made_from = {"files": corpus.fingerprint(files), "vocab_size": vocab_size}
     directory = out / "data"
-    if _is_made(directory / "meta.json", made_from, own, model):
+    if _is_made(directory / "meta.json", made_from, out, model):
         return directory
     workers = num_workers or os.cpu_count() or 1
     scan = _Scan(files, SAMPLE_BYTES * vocab_size, workers)
@@ -60,40 +61,54 @@ def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: 
         raise UsageError(f"--data {' '.join(sources or ['(default)'])}: no usable document in "
                          f"{len(files)} files ({left or 'none there'}); give source files of 1 to "
                          "100 KB, or .jsonl with such `code`")
-    if model is None:
-        model = tokenizer.train(scan.sample(), vocab_size)
+    if encoder is None:
+        trained = tokenizer.train(scan.sample(), vocab_size)
+        encoder, model = CodeTokenizer(trained), {"tokenizer.model": trained}
     directory.mkdir(parents=True, exist_ok=True)
-    meta = _encode(files, CodeTokenizer(model), scan, directory, workers)
-    meta |= {"made_from": made_from, "tokenizer": hashlib.sha256(model).hexdigest()}
+    meta = _encode(files, encoder, scan, directory, workers)
+    meta |= {"made_from": made_from, "tokenizer": _digest(model)}
     # Only now, when all is there, do the new files take the place of the old.
     (directory / "meta.json").unlink(missing_ok=True)
     for split in ("train", "val"):
         os.replace(directory / f"{split}.bin.tmp", directory / f"{split}.bin")
-    _write(own, model)
+    _put(model, out)
     _write(directory / "meta.json", json.dumps(meta, indent=1).encode())
     return directory
 
 
-def _is_made(meta_path: Path, made_from: dict, own: Path, model: bytes | None) -> bool:
+def _digest(model: dict[str, bytes]) -> str:
+    return hashlib.sha256(b"".join(model.values())).hexdigest()
+
+
+def _put(model: dict[str, bytes], out: Path) -> None:
+    """A tokenizer's files into a run's directory, and none of another's."""
+    for name in tokenizer.FILES:
+        if name in model:
+            _write(out / name, model[name])
+        else:
+            (out / name).unlink(missing_ok=True)
+
+
+def _is_made(meta_path: Path, made_from: dict, out: Path, model: dict[str, bytes] | None) -> bool:
     """From these files, with this run's tokenizer, and that the one that is wanted, if any is?"""
     try:
-        meta, its = json.loads(meta_path.read_text()), own.read_bytes()
+        meta, its = json.loads(meta_path.read_text()), tokenizer.read_files(out)
         return (meta["made_from"] == made_from and model in (None, its)
-                and meta["tokenizer"] == hashlib.sha256(its).hexdigest())
+                and meta["tokenizer"] == _digest(its))
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _use_prepared(directory: Path, own: Path, model: bytes | None) -> Path:
+def _use_prepared(directory: Path, out: Path, model: dict[str, bytes] | None) -> Path:
     """A directory that an earlier run made; its tokenizer lies in it or, as in a run, beside it."""
-    found = [path for path in (directory / own.name, directory.parent / own.name) if path.is_file()]
-    if not found:
+    its = tokenizer.read_files(directory) or tokenizer.read_files(directory.parent)
+    if not its:
         raise UsageError(f"--data {directory}: prepared, but without its tokenizer.model; put that "
                          "into the directory")
-    if model is not None and found[0].read_bytes() != model:
-        raise UsageError(f"--data {directory}: encoded with another tokenizer than the "
-                         "checkpoint's; give the sources, or start anew in another --out")
-    _write(own, found[0].read_bytes())
+    if model is not None and its != model:
+        raise UsageError(f"--data {directory}: encoded with another tokenizer than the weights'; "
+                         "give the sources, or start anew in another --out")
+    _put(its, out)
     return directory
 
 

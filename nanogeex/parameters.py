@@ -53,6 +53,16 @@ def piece(whole: Tensor, dim: int | None, mesh: Mesh) -> Tensor:
     return whole[mesh.dp_rank * rows:(mesh.dp_rank + 1) * rows]
 
 
+def origin(split: Split, mesh: Mesh) -> tuple[int, ...]:
+    """Where in the whole tensor this rank's piece begins."""
+    at, shape = [0] * len(split.shape), list(split.shape)
+    if split.dim is not None:
+        shape[split.dim] //= mesh.tp
+        at[split.dim] = mesh.tp_rank * shape[split.dim]
+    at[0] += mesh.dp_rank * -(-shape[0] // mesh.dp)
+    return tuple(at)
+
+
 def initial_weight(name: str, shape: tuple[int, ...], config: TrainConfig) -> Tensor:
     """The whole tensor `name` before training, in fp32: a function of name, shape and seed alone,
     so that every topology starts from the same weights.  Normal(0, init_method_std), what writes

@@ -84,7 +84,7 @@ def prepare(config: TrainConfig, start: Path | None) -> str:
     out = Path(config.out)
     try:
         directory = data.prepare(config.data, out, config.vocab_size, config.num_workers,
-                                 start.parent.parent if start else None)
+                                 start.parent.parent if start else config.tokenizer)
         (out / "config.json").write_text(json.dumps(asdict(config), indent=1))
     except OSError as error:
         raise UsageError(f"{error.filename or out}: {error.strerror}; give an --out that can be "

@@ -64,6 +64,22 @@ class CodeTokenizer:
         return text.endswith(("\ufffd", _ESCAPE))
 
 
+FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")    # of either kind
+
+
+def open_tokenizer(directory: Path):
+    """The tokenizer in a release's folder or in a run's directory.  Raises UsageError."""
+    if (directory / "vocab.json").is_file():
+        return CodeGeeXTokenizer(directory)
+    return CodeTokenizer.load(directory / "tokenizer.model")
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    """The files of the tokenizer in a directory, to put into another; empty if there is none."""
+    return {name: (directory / name).read_bytes() for name in FILES
+            if (directory / name).is_file()}
+
+
 def train(documents: Iterable[str], vocab_size: int) -> bytes:
     """Documents -> a model of at most `vocab_size` pieces, fewer where the text has not that many.
     Raises UsageError where it has more characters than that."""

@@ -69,7 +69,7 @@ def test_train_on_four(folder, name):
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["--load", "nowhere"], "--load nowhere: no run with a checkpoint"),
+    (["--load", "nowhere"], "nowhere: no released file"),
     (["--load", "run", "--prompt", "x", "x" * 200], "number 2 has"),
     (["--load", "run", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
     (["--load", "run", "--top-p", "2"], "--top-p 2.0: must be 1 or less"),

@@ -1,0 +1,168 @@
+"""Filling a model: each rank reads the slices that it holds, from any number of parts.
+
+Every piece of a tensor, in a file or on a rank, is a box in the whole one.  What a box that is
+there and a box that is wanted have in common is copied; that is splitting, merging, cutting anew,
+loading on a rank and filling ZeRO's shards, all at once:
+
+      two parts, cut along dim 1       wanted: the third of four, along dim 0
+      [ part 0 | part 1 ]              [               ]
+      [        |        ]              [               ]     two copies: the left half of the box
+      [        |        ]              [###############]     from part 0, the right from part 1
+      [        |        ]              [               ]
+
+Parts are memory maps: what is read of them is the kernel's page cache, which it may drop.  A loaded
+model is the only copy in memory.
+
+Tests: tests/test_weights.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nanogeex import integrity
+from nanogeex.config import DTYPES, ModelConfig, UsageError, check_shape
+from nanogeex.mesh import Mesh
+from nanogeex.model import CodeGeeX, Options
+from nanogeex.parameters import Split, origin, split_table
+from nanogeex.released_layout import released_name
+from nanogeex.sources import Weights, find, on_meta, open_weights, read_run
+from nanogeex.tokenizer import open_tokenizer
+
+WORDS = "word_embeddings.weight"
+
+
+def copy_common(target: Tensor, target_at: tuple[int, ...], source: Tensor,
+                source_at: tuple[int, ...]) -> None:
+    """Copy what two boxes of one tensor have in common; `_at` is where in it each begins."""
+    for dim, (mine, its) in enumerate(zip(target_at, source_at, strict=True)):
+        begin = max(mine, its)
+        size = min(mine + target.shape[dim], its + source.shape[dim]) - begin
+        if size <= 0:
+            return
+        target = target.narrow(dim, begin - mine, size)
+        source = source.narrow(dim, begin - its, size)
+    target.copy_(source)
+
+
+@torch.no_grad()
+def fill(target: Tensor, name: str, split: Split, mesh: Mesh, weights: Weights) -> None:
+    """This rank's piece of `name`, from whichever parts hold some of it.  Rows of the vocabulary
+    that the file does not have are 0."""
+    if split.shape != weights.table[name].shape:
+        target.zero_()
+    for number, part in enumerate(weights.parts):
+        there = origin(weights.table[name], Mesh(rank=number, tp=len(weights.parts)))
+        copy_common(target, origin(split, mesh), part[name], there)
+
+
+def vocabulary_note(weights: Weights, rows: int) -> list[str]:
+    """What happens to the vocabulary's rows, if anything."""
+    had = weights.config.padded_vocab_size
+    if rows > had:
+        return [f"{released_name(WORDS)}: {had} rows, {rows - had} rows of zeros added"]
+    if rows < had:
+        return [f"{released_name(WORDS)}: {had} rows, the last {had - rows} left out"]
+    return []
+
+
+def with_rows(config: ModelConfig, rows: int) -> ModelConfig:
+    """The same shape with another number of rows in the vocabulary."""
+    return replace(config, vocab_size=min(config.vocab_size, rows),
+                   make_vocab_size_divisible_by=rows)
+
+
+def model_config(weights: Weights, num_attention_heads: int | None, vocab_size: int | None,
+                 tp: int) -> ModelConfig:
+    """The model that these weights fill.  `vocab_size`: the ids that the tokenizer has; rows beyond
+    them are padding, made a multiple of `tp`."""
+    hidden, rows = weights.config.hidden_size, weights.config.padded_vocab_size
+    heads = num_attention_heads or weights.heads
+    if heads is None and hidden % 128:
+        raise UsageError(f"--num-attention-heads: not in {weights.path}, and hidden size {hidden} "
+                         "is not a multiple of 128, a head's size in the 13B model; give it")
+    if weights.heads not in (None, heads):
+        raise UsageError(f"--num-attention-heads {heads}: {weights.path} was trained with "
+                         f"{weights.heads}; leave it out")
+    if vocab_size and vocab_size > rows:
+        raise UsageError(f"--tokenizer: has {vocab_size} ids, the vocabulary of {weights.path} "
+                         f"{rows} rows; give the tokenizer of these weights")
+    config = replace(weights.config, num_attention_heads=heads or hidden // 128)
+    if weights.trained:
+        check_shape(config, tp)
+        return config
+    check_shape(replace(config, vocab_size=0), tp)              # the vocabulary is made to fit
+    return replace(with_rows(config, -(-rows // tp) * tp), vocab_size=vocab_size or rows)
+
+
+def load_model(path: str | Path | Weights, num_attention_heads: int | None = None,
+               dtype: torch.dtype | str | None = None, mesh: Mesh | None = None,
+               vocab_size: int | None = None) -> CodeGeeX:
+    """This rank's share of a released file, of parts or of a run, on its device, ready to generate:
+    `model(ids)` gives logits (B, T, V/tp).  `dtype` None: fp32 on the CPU, elsewhere the weights'
+    own; LayerNorms keep what is wider.  No second copy of the model is made in memory."""
+    mesh = mesh or Mesh()
+    weights = path if isinstance(path, Weights) else open_weights(find(str(path), mesh))
+    config = model_config(weights, num_attention_heads, vocab_size, mesh.tp)
+    dtype = DTYPES.get(dtype, dtype)
+    if weights.trained:
+        own, options = DTYPES[weights.trained["precision"]], Options(weights.trained["ln_fp16"])
+    else:
+        own, options = weights.parts[0][WORDS].dtype, Options()
+    dtype = dtype or (torch.float32 if mesh.device.type == "cpu" else own)
+    model = on_meta(config, mesh, options)
+    table = split_table(model)
+    if weights.trained:
+        model.to_empty(device=mesh.device)
+        read_run(weights, dict(model.named_parameters()), table, mesh)
+        return model.to(dtype).eval()
+    for name, parameter in list(model.named_parameters()):
+        kept = weights.parts[0][name].dtype if "layernorm" in name else dtype
+        tensor = torch.empty(parameter.shape, device=mesh.device,
+                             dtype=torch.promote_types(dtype, kept))
+        fill(tensor, name, table[name], mesh, weights)
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, nn.Parameter(tensor, requires_grad=False))
+    return model.eval()
+
+
+def fill_shards(path: str, shards: dict[str, Tensor], table: dict[str, Split], mesh: Mesh,
+                say: Callable[[str], None]) -> None:
+    """A training run's masters, before its first step: this rank's pieces, cut by tp and by dp."""
+    weights = open_weights(find(path, mesh, say))
+    if weights.trained:
+        read_run(weights, shards, table, mesh)
+    else:
+        for name, shard in shards.items():
+            fill(shard, name, table[name], mesh, weights)
+    notes = weights.notes + vocabulary_note(weights, table[WORDS].shape[0])
+    say("; ".join([f"starting from {weights.kind} {path}", *notes]))
+
+
+def training_defaults(given: dict) -> dict:
+    """What --tokenizer and --init-from say of a run's shape, for command_line.parse: fields that
+    come before the flags and after the preset."""
+    fields: dict = {}
+    if "tokenizer" in given:
+        fields["vocab_size"] = open_tokenizer(Path(given["tokenizer"])).vocab_size
+    if "init_from" not in given:
+        return fields
+    path = Path(given["init_from"])                     # a run's shape is in all its checkpoints
+    path = max(integrity.steps(path / "checkpoints"), default=path)
+    weights = open_weights(find(str(path)))
+    if weights.trained:
+        fields = {"tokenizer": str(weights.path.parent.parent)} | fields
+    elif not fields:
+        raise UsageError(f"--init-from {given['init_from']}: ids mean nothing without their "
+                         "tokenizer; give --tokenizer DIR, the folder that came with the weights")
+    config = model_config(weights, given.get("num_attention_heads"), fields.get("vocab_size"),
+                          given.get("tensor_model_parallel_size", 1))
+    for name in ("num_layers", "hidden_size", "seq_length"):
+        its = getattr(config, name)
+        if given.get(name, its) != its:
+            raise UsageError(f"--{name.replace('_', '-')} {given[name]}: {given['init_from']} has "
+                             f"{its}; leave it out")
+    return fields | asdict(config)
