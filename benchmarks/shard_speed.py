@@ -1,4 +1,4 @@
-"""How fast shard.py is, and what it holds in memory: `python -m benchmarks.shard_speed [GB] [FOLDER]`.
+"""How fast shard.py is, and what it holds: `python -m benchmarks.shard_speed [GB] [FOLDER]`.
 
 Makes a released-layout file of about that size (default 2), copies it with cp, splits it 8 ways,
 merges it and cuts it anew, each followed by fsync, and prints a line for each: seconds, and the

@@ -1,9 +1,9 @@
 """Writing weights: one file, or N parts, made without holding a model in memory.
 
       reserve   torch.save makes a file of the right size without data (skip_data), and the disk
-                gives it room: a map over a full disk would kill the process
-      map       the file's tensors, shared with the file
-      copy      into them, tensor by tensor, what the source's parts have of each
+                gives it room: a full one is noticed before the work
+      write     tensor by tensor, a few rows at a time, to where the file has them: straight from
+                the source's map if the rows lie there in one stretch, else by way of a buffer
       rename    when all parts are on the disk; until then there is no final name
 
 The zip's checksums of the tensors stay 0: torch.load does not look at them, `unzip -t` complains.
@@ -12,22 +12,27 @@ Tests: tests/test_convert.py.
 """
 
 import math
-import mmap
 import os
+import struct
 from collections import Counter
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
-from torch.serialization import set_default_mmap_options, skip_data
+from torch.serialization import skip_data
 from tqdm import tqdm
 
 from nanogeex.config import ModelConfig, UsageError
 from nanogeex.mesh import Mesh
-from nanogeex.parameters import split_table
-from nanogeex.released_layout import PART, nest, read_part, released_name
+from nanogeex.parameters import origin, split_table
+from nanogeex.released_layout import PART, flatten, nest, released_name
 from nanogeex.sources import Weights, on_meta, read_run
-from nanogeex.weights import WORDS, fill, vocabulary_note, with_rows
+from nanogeex.weights import WORDS, common, fill, vocabulary_note, with_rows
+
+BUFFER = 4 << 20
 
 
 def describe(weights: Weights) -> str:
@@ -90,25 +95,46 @@ def _write(weights: Weights, paths: list[Path], dtype: torch.dtype | None,
     outputs = []
     for rank, path in enumerate(paths):                 # all of the space before any of the data
         mesh = Mesh(rank=rank, tp=len(paths))
-        model = on_meta(config, mesh)
         like = {name: torch.empty(weight.shape, dtype=dtype or weights.parts[0][name].dtype)
-                for name, weight in model.named_parameters()}       # never touched: no memory
-        outputs.append((mesh, _reserve(path, nest(like, len(paths)))))
+                for name, weight in on_meta(config, mesh).named_parameters()}   # never touched
+        outputs.append((mesh, path, like, _reserve(path, nest(like, len(paths)))))
     table = split_table(on_meta(config, Mesh()))
-    size = sum(tensor.nbytes for _, tensors in outputs for tensor in tensors.values())
-    with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        for name in outputs[0][1]:                      # the source is read once, in its order
-            for mesh, tensors in outputs:
-                fill(tensors[name], name, table[name], mesh, weights)
-                bar.update(tensors[name].nbytes)
-    for path in paths:
-        with open(path, "rb") as file:
+    size = sum(tensor.nbytes for _, _, like, _ in outputs for tensor in like.values())
+    with (tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar,
+          ExitStack() as opened):
+        files = [opened.enter_context(open(path, "r+b", buffering=0)) for path in paths]
+        for name in outputs[0][2]:                      # the source is read once, in its order
+            for file, (mesh, _, like, offsets) in zip(files, outputs, strict=True):
+                _write_tensor(file, offsets[name], like[name], name, origin(table[name], mesh),
+                              weights)
+                bar.update(like[name].nbytes)
+        for file in files:
             os.fsync(file.fileno())
     return size
 
 
-def _reserve(path: Path, content: dict) -> dict[str, Tensor]:
-    """A file of tensors like these, without their data; returns its own, mapped."""
+def _write_tensor(file: FileIO, offset: int, like: Tensor, name: str, at: tuple[int, ...],
+                  weights: Weights) -> None:
+    """The box of `name` that begins at `at`, to `offset` of the file, some rows at a time."""
+    file.seek(offset)
+    row = like[:1].nbytes
+    buffer = torch.empty(like[:max(1, BUFFER // row)].shape, dtype=like.dtype)
+    for first in range(0, len(like), len(buffer)):
+        rows = buffer[:len(like) - first]
+        begin = (at[0] + first, *at[1:])
+        found = common(weights, name, begin, rows.shape)
+        if len(found) == 1 and found[0][1].shape == rows.shape and (
+                found[0][1].is_contiguous() and found[0][1].dtype == rows.dtype):
+            rows = found[0][1]
+        else:
+            fill(rows, name, begin, weights)
+        content = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        while content:                                  # a write may take less than it is given
+            content = content[file.write(content):]
+
+
+def _reserve(path: Path, content: dict) -> dict[str, int]:
+    """A file of tensors like these, without their data; returns where in it each begins."""
     try:
         with open(path, "w+b") as file:
             with skip_data():
@@ -117,8 +143,13 @@ def _reserve(path: Path, content: dict) -> dict[str, Tensor]:
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    with set_default_mmap_options(mmap.MAP_SHARED):
-        return read_part(path)[0]
+    offsets = {}
+    with ZipFile(path) as archive, open(path, "rb") as file:
+        for number, name in enumerate(flatten(content)):        # numbered as they are met
+            file.seek(archive.getinfo(f"archive/data/{number}").header_offset)
+            header = file.read(30)                              # a name and padding, then the data
+            offsets[name] = file.tell() + sum(struct.unpack("<HH", header[26:]))
+    return offsets
 
 
 def _check_divides(weights: Weights, tp: int) -> None:

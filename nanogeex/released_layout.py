@@ -78,9 +78,8 @@ def nest(tensors: dict[str, Tensor], parts: int) -> dict:
 def read_part(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """One file's tensors by our names, mapped, and the names of what else is in it."""
     try:
-        tensors: dict[str, Tensor] = {}
         left: list[str] = []
-        _walk(_unpickle(path), "", tensors, left)
+        tensors = flatten(_unpickle(path), left)
     except Exception as error:              # torch.load raises whatever a bad file causes
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
@@ -120,6 +119,13 @@ def _unpickle(path: Path) -> object:
         stand_ins.append((type("Skipped", (_Skipped,), {}), name))
     with safe_globals(stand_ins):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def flatten(content: object, left: list[str] | None = None) -> dict[str, Tensor]:
+    """Weights in whatever nesting, by our names; `left` gets the names of what else is there."""
+    tensors: dict[str, Tensor] = {}
+    _walk(content, "", tensors, [] if left is None else left)
+    return tensors
 
 
 def _walk(content: object, path: str, tensors: dict[str, Tensor], left: list[str]) -> None:

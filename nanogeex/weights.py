@@ -35,28 +35,40 @@ from nanogeex.tokenizer import open_tokenizer
 WORDS = "word_embeddings.weight"
 
 
-def copy_common(target: Tensor, target_at: tuple[int, ...], source: Tensor,
-                source_at: tuple[int, ...]) -> None:
-    """Copy what two boxes of one tensor have in common; `_at` is where in it each begins."""
-    for dim, (mine, its) in enumerate(zip(target_at, source_at, strict=True)):
+Common = tuple[tuple[slice, ...], Tensor]       # where in a box that is wanted, and a view of it
+
+
+def overlap(at: tuple[int, ...], shape: torch.Size, source: Tensor,
+            source_at: tuple[int, ...]) -> Common | None:
+    """What a box of `shape` and `source` have in common; `_at` is where each begins."""
+    where = []
+    for dim, (mine, its) in enumerate(zip(at, source_at, strict=True)):
         begin = max(mine, its)
-        size = min(mine + target.shape[dim], its + source.shape[dim]) - begin
+        size = min(mine + shape[dim], its + source.shape[dim]) - begin
         if size <= 0:
-            return
-        target = target.narrow(dim, begin - mine, size)
+            return None
+        where.append(slice(begin - mine, begin - mine + size))
         source = source.narrow(dim, begin - its, size)
-    target.copy_(source)
+    return tuple(where), source
+
+
+def common(weights: Weights, name: str, at: tuple[int, ...], shape: torch.Size) -> list[Common]:
+    """What the parts hold of a box of `name` that begins at `at`."""
+    split = weights.table[name]
+    parts = weights.parts if split.dim is not None else weights.parts[:1]       # all hold the same
+    found = [overlap(at, shape, part[name], origin(split, Mesh(rank=number, tp=len(parts))))
+             for number, part in enumerate(parts)]
+    return [each for each in found if each]
 
 
 @torch.no_grad()
-def fill(target: Tensor, name: str, split: Split, mesh: Mesh, weights: Weights) -> None:
-    """This rank's piece of `name`, from whichever parts hold some of it.  Rows of the vocabulary
-    that the file does not have are 0."""
-    if split.shape != weights.table[name].shape:
+def fill(target: Tensor, name: str, at: tuple[int, ...], weights: Weights) -> None:
+    """The box of `name` that begins at `at`, from whichever parts hold some of it.  Rows of the
+    vocabulary that the file does not have are 0."""
+    if name == WORDS:
         target.zero_()
-    for number, part in enumerate(weights.parts):
-        there = origin(weights.table[name], Mesh(rank=number, tp=len(weights.parts)))
-        copy_common(target, origin(split, mesh), part[name], there)
+    for where, source in common(weights, name, at, target.shape):
+        target[where].copy_(source)
 
 
 def vocabulary_note(weights: Weights, rows: int) -> list[str]:
@@ -123,7 +135,7 @@ def load_model(path: str | Path | Weights, num_attention_heads: int | None = Non
         kept = weights.parts[0][name].dtype if "layernorm" in name else dtype
         tensor = torch.empty(parameter.shape, device=mesh.device,
                              dtype=torch.promote_types(dtype, kept))
-        fill(tensor, name, table[name], mesh, weights)
+        fill(tensor, name, origin(table[name], mesh), weights)
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, nn.Parameter(tensor, requires_grad=False))
     return model.eval()
@@ -137,7 +149,7 @@ def fill_shards(path: str, shards: dict[str, Tensor], table: dict[str, Split], m
         read_run(weights, shards, table, mesh)
     else:
         for name, shard in shards.items():
-            fill(shard, name, table[name], mesh, weights)
+            fill(shard, name, origin(table[name], mesh), weights)
     notes = weights.notes + vocabulary_note(weights, table[WORDS].shape[0])
     say("; ".join([f"starting from {weights.kind} {path}", *notes]))
 

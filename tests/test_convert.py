@@ -214,7 +214,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
 
     def fill(*arguments):
         filled.append(arguments)
-        if len(filled) == 100:
+        if len(filled) == 30:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("nanogeex.convert.fill", fill)

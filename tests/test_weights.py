@@ -20,7 +20,7 @@ from nanogeex.generate import Sampling, generate
 from nanogeex.mesh import Mesh
 from nanogeex.released_layout import nest
 from nanogeex.sources import find, open_weights
-from nanogeex.weights import copy_common, load_model
+from nanogeex.weights import load_model, overlap
 from tests.programs import metrics, run
 from tests.ranks import on_ranks
 from tests.released import ODD, TINY, tensors, write
@@ -64,7 +64,9 @@ def test_boxes():
         (r0, r1), (c0, c1), (s0, s1), (d0, d1) = a[0], b[0], a[1], b[1]
         target, true = torch.full((r1 - r0, c1 - c0), -1.0), torch.full((7, 10), -1.0)
         true[s0:s1, d0:d1] = whole[s0:s1, d0:d1]
-        copy_common(target, (r0, c0), whole[s0:s1, d0:d1], (s0, d0))
+        found = overlap((r0, c0), target.shape, whole[s0:s1, d0:d1], (s0, d0))
+        if found:
+            target[found[0]] = found[1]
         assert torch.equal(target, true[r0:r1, c0:c1])
 
 
