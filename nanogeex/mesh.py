@@ -165,7 +165,8 @@ def end_with_parent() -> None:
 
 def stop_signals() -> list[str]:
     """SIGTERM and SIGUSR1 no longer end the process: their names are put into the returned list,
-    for the training loop to see.  A second one ends it at once."""
+    for the training loop to see.  A second one ends it at once; so does Ctrl-C, which as an
+    exception could be lost in a callback from C++."""
     seen: list[str] = []
 
     def note(number, frame):
@@ -174,6 +175,7 @@ def stop_signals() -> list[str]:
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, note)
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     return seen
 
 

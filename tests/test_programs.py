@@ -126,7 +126,8 @@ def test_a_rank_that_dies_once_is_restarted(one, tmp_path):
         "    append(metrics, record)\n"
         "nanogeex.report.append = once\n"
         "train.launch(train.main)\n")
-    argv = [*SMALL, *data, "--out", tmp_path / "out", "--train-iters", 8, "--save-interval", 2]
+    argv = [*SMALL, *data, "--out", tmp_path / "out", "--train-iters", 8, "--save-interval", 2,
+            "--no-async-save"]
     ended = run(tmp_path / "program.py", *argv, ranks=2, torchrun=["--max-restarts=1"])
     assert "step-00000004 at step 4" in ended.stderr
     assert sorted(metrics(tmp_path / "out")) == list(range(1, 9))
