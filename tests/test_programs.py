@@ -61,8 +61,9 @@ def loss_of(ended):
 @pytest.mark.parametrize("ranks, tp", [(4, 2), (8, 8), (3, 1)])
 def test_same_curve_at_every_topology(one, tmp_path, ranks, tp):
     out, data, alone = one
+    size = ["--micro-batch-size", 7] if ranks == 8 else []          # on two cores
     ended = run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 12, "--tp", tp,
-                ranks=ranks)
+                *size, ranks=ranks)
     same(metrics(tmp_path), metrics(out), range(1, 13))
     assert loss_of(ended) == pytest.approx(loss_of(alone), abs=2e-4)        # four digits are shown
 
@@ -170,14 +171,14 @@ def test_dropout_resumes_exactly(one, tmp_path):
 
 
 def test_the_same_command_twice(one, tmp_path):
-    """Bit for bit, over 50 steps with dropout on four ranks; saving compares the tp ranks' copies
+    """Bit for bit, over 50 steps with dropout on two ranks; saving compares the tp ranks' copies
     of what they all hold, bit for bit too."""
     _, data, _ = one
     argv = [*SMALL, *data, "--tp", 2, "--train-iters", 50, "--hidden-dropout", 0.1,
             "--attention-dropout", 0.1]
     runs = []
     for name in ("first", "second"):
-        run("train.py", *argv, "--out", tmp_path / name, ranks=4)
+        run("train.py", *argv, "--out", tmp_path / name, ranks=2)
         runs.append(metrics(tmp_path / name))
     timings = ("tokens_per_s", "step_s", "mem_gb")
     for step, record in runs[0].items():

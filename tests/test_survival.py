@@ -386,12 +386,17 @@ def test_an_agent_that_is_killed(one, tmp_path):
 
 
 def test_a_rank_that_hangs_takes_the_others_down(one, tmp_path):
+    """Without torchrun, which gives one that is stopped 30 seconds to end."""
     _, argv = one
-    process = start([*argv[:-4], "--train-iters", 100_000, "--timeout", 5], tmp_path, 2)
-    wait_for_step(tmp_path, 3, process)
-    os.kill(int((tmp_path / "lock").read_text().split()[1]), signal.SIGSTOP)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode != 0 and "rank 1 failed" in said
+    world = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    argv = [*argv[:-4], "--train-iters", 100_000, "--timeout", 5]
+    ranks = [start(argv, tmp_path, env=world | {"RANK": str(rank)}) for rank in range(2)]
+    wait_for_step(tmp_path, 3, ranks[0])
+    ranks[0].send_signal(signal.SIGSTOP)
+    said = ranks[1].communicate(timeout=20)[0]
+    assert ranks[1].returncode == 1 and "rank 1 failed" in said
+    ranks[0].kill()
+    ranks[0].communicate()
 
 
 # Micro-batches ----------------------------------------------------------------------------------
