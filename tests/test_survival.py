@@ -371,7 +371,8 @@ def test_an_agent_that_is_killed(one, tmp_path):
     run("train.py", *argv, "--out", tmp_path / "one")
     port = free_port()
     elastic = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test",
-               "--rdzv-conf=last_call_timeout=3", f"--rdzv-endpoint=127.0.0.1:{port}"]
+               "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1",
+               f"--rdzv-endpoint=127.0.0.1:{port}"]
     first = start(argv, tmp_path / "two", 2, elastic)
     while socket.socket().connect_ex(("127.0.0.1", port)):              # it hosts the rendezvous
         time.sleep(0.05)
