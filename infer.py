@@ -4,18 +4,29 @@ The text goes to standard output as it is decided: each prompt, then its continu
 """
 
 import json
-import re
+import os
 import sys
+import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from nanogeex.command_line import parse
-from nanogeex.config import InferConfig, ModelConfig, UsageError
-from nanogeex.generate import Sampling, generate, stream_text
-from nanogeex.mesh import Mesh, init_mesh, launch, on_rank0, pick_device, world_size
+from nanogeex.config import InferConfig, UsageError
+from nanogeex.generate import Sample, Sampling, generate
+from nanogeex.inference_form import inference_form
+from nanogeex.mesh import (
+    end_with_parent,
+    init_mesh,
+    launch,
+    on_rank0,
+    pick_device,
+    world_size,
+)
+from nanogeex.prompts import problem, read_prompts, record
 from nanogeex.sources import find, open_weights
+from nanogeex.streaming import TextStream
 from nanogeex.tokenizer import open_tokenizer
 from nanogeex.weights import load_model
 
@@ -27,100 +38,92 @@ def main(argv: list[str]) -> None:
     if tp != world_size():
         raise UsageError(f"--tensor-model-parallel-size {tp}: all {world_size()} ranks of this job "
                          f"share the model; drop the flag, or start {tp} with torchrun")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     mesh = init_mesh(tp, device, config.timeout)
-    say = partial(print, file=sys.stderr) if mesh.rank == 0 else (lambda line: None)
+    say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else (lambda line: None)
+
+    # What to continue, and the model.
     weights = open_weights(find(config.load, mesh, say))
     home = config.tokenizer or (weights.path.parent.parent if weights.trained else None)
     tokenizer = open_tokenizer(Path(home)) if home else None
     if not tokenizer and not config.prompt_ids:
         raise UsageError(f"--load {config.load}: has no tokenizer of its own; give --tokenizer DIR,"
                          " or --prompt-ids")
-    asked = on_rank0(mesh, "prompts", lambda: prompts(config, tokenizer))
+    if not tokenizer and config.stop:
+        raise UsageError(f"--stop {config.stop[0]}: there is no text without --tokenizer; give it, "
+                         "or --end-id")
+    prompts = on_rank0(mesh, "prompts", lambda: read_prompts(config, tokenizer))
     model = load_model(weights, config.num_attention_heads, config.precision, mesh,
-                       tokenizer.vocab_size if tokenizer else None)
-    for i, (_, prompt) in enumerate(asked):     # all of them before the first is answered
-        check_prompt(i + 1, prompt, model.config)
+                       tokenizer.vocab_size if tokenizer else None, config.quantize == "int8")
+    for prompt in prompts:                      # all of them before the first is answered
+        prompt["error"] = prompt["error"] or problem(prompt["ids"], model.config)
+    failed = [f"prompt {number}: {prompt['error']}"
+              for number, prompt in enumerate(prompts, 1) if prompt["error"]]
+    if len(failed) == len(prompts):
+        raise UsageError(failed[0])
+    for line in failed:
+        say(f"not answered: {line}")
+    inference_form(model)
 
+    # A turn a sample, in order.
     sampling = Sampling(0.0 if config.greedy else config.temperature, config.top_k, config.top_p)
     end = config.end_id
     if end is None:
         end = tokenizer.end_of_document if tokenizer else -1
+    turns: list[tuple[dict, Sample | None]] = []
+    for number, prompt in enumerate(prompts):
+        if prompt["error"]:
+            turns.append((prompt, None))
+            continue
+        for copy in range(config.num_samples):
+            seed = zlib.crc32(f"{config.seed} {number} {copy}".encode())
+            stream = TextStream(tokenizer, prompt["ids"], config.stop or []) if tokenizer else None
+            turns.append((prompt, Sample(prompt["ids"], config.out_seq_length, seed, stream)))
+
     sys.stdout.reconfigure(errors="backslashreplace")       # a terminal that cannot show it all
-    with open_output(config.output, mesh) as output:
-        for i, (text, prompt) in enumerate(asked):
-            show(mesh, ("\n\n" if i else "") + text)
-            ids, parts = [], []
-            chosen = keep(ids, generate(model, prompt, config.out_seq_length, end, sampling,
-                                        config.seed, mesh))
-            for part in (stream_text(tokenizer, prompt, chosen) if tokenizer
-                         else (f",{token}" for token in chosen)):
-                show(mesh, part)
-                parts.append(part)
-            if output:
-                record = {"prompt_ids": prompt, "ids": ids}
-                if tokenizer:
-                    record |= {"prompt": text, "text": "".join(parts)}
-                output.write(json.dumps(record) + "\n")
+    outputs: list[TextIO] = []
+    on_rank0(mesh, "output", lambda: open_output(config.output, outputs))
+    show = partial(print, end="", flush=True) if mesh.rank == 0 else (lambda text: None)
+    gap = ""
+    for first in range(0, len(turns), config.micro_batch_size):
+        batch = turns[first:first + config.micro_batch_size]
+        steps = generate(model, [sample for _, sample in batch if sample], sampling, end, mesh,
+                         config.lookup)
+        for prompt, sample in batch:
+            if sample:
+                show(gap + prompt["shown"])
+                gap = "\n\n"
+                for text in as_decided(sample, steps, config.stream):
+                    show(text)
+                its = record(prompt["given"], sample, sampling)
+            else:
+                its = prompt["given"] | {"error": prompt["error"]}
+            for output in outputs:
+                output.write(json.dumps(its) + "\n")
                 output.flush()
-    show(mesh, "\n")
+    show("\n")
 
 
-def prompts(config: InferConfig, tokenizer) -> list[tuple[str, list[int]]]:
-    """What to continue, as it is shown and as ids.  Raises UsageError for what is neither ids nor
-    UTF-8."""
-    if config.prompt_ids:
-        if config.prompt:
-            raise UsageError("--prompt-ids: --prompt is there too; give one")
-        asked = []
-        for given in config.prompt_ids:
-            if not re.fullmatch(r"\d+(,\d+)*", given):
-                raise UsageError(f"--prompt-ids {given}: not ids; give them as 5,17,300")
-            ids = [int(number) for number in given.split(",")]
-            asked.append((tokenizer.decode(ids) if tokenizer else given, ids))
-        return asked
-    if not config.prompt and sys.stdin.isatty():
-        print("type the text to continue; Ctrl-D ends it", file=sys.stderr)
+def as_decided(sample: Sample, steps: Iterator[None], stream: bool) -> Iterator[str]:
+    """The sample's text, in parts or at once.  Its batch takes the steps that it needs, and so the
+    samples whose turn is later grow, too."""
+    shown = 0
+    while not sample.finish:
+        next(steps)
+        if stream:
+            yield "".join(sample.parts[shown:])
+            shown = len(sample.parts)
+    yield "".join(sample.parts[shown:])
+
+
+def open_output(path: str | None, outputs: list[TextIO]) -> None:
+    """--output, if it is asked for, into the list."""
     try:
-        texts = config.prompt or [sys.stdin.buffer.read().decode()]
-        for text in texts:
-            text.encode()
-    except UnicodeError as error:
-        raise UsageError(f"--prompt: not UTF-8 ({error.reason} at position {error.start}); convert "
-                         "it") from None
-    return [(text, tokenizer.encode(text) or [tokenizer.end_of_document]) for text in texts]
-
-
-def check_prompt(number: int, ids: list[int], config: ModelConfig) -> None:
-    if len(ids) >= config.seq_length:
-        raise UsageError(f"--prompt: number {number} has {len(ids)} tokens, the context holds "
-                         f"{config.seq_length}; shorten it to {config.seq_length - 1}")
-    if max(ids) >= config.vocab_size:
-        raise UsageError(f"--prompt-ids: number {number} has id {max(ids)}, the vocabulary ends at "
-                         f"{config.vocab_size - 1}; give ids of this model")
-
-
-def keep(ids: list[int], chosen: Iterator[int]) -> Iterator[int]:
-    """The same ids, and a list of them."""
-    for token in chosen:
-        ids.append(token)
-        yield token
-
-
-def open_output(path: str | None, mesh: Mesh):
-    """--output, on rank 0."""
-    if path is None or mesh.rank > 0:
-        return nullcontext()
-    try:
-        return open(path, "w")
+        outputs += [open(path, "w")] if path else []
     except OSError as error:
         raise UsageError(f"--output {path}: {error.strerror}; give a file that can be written") \
             from None
-
-
-def show(mesh: Mesh, text: str) -> None:
-    if mesh.rank == 0:
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -185,8 +185,13 @@ class InferConfig:
     prompt: list[str] | None = flag(
         None, "input", "text to continue, several in order (--prompt=TEXT if it begins with a "
         "dash); default: standard input, as one prompt")
+    prompt_file: str | None = flag(None, "input", "a text file, which is one prompt", type=str)
+    prompts_jsonl: str | None = flag(
+        None, "input", "F.jsonl: an object a line with `prompt`; other keys come back in --output",
+        type=str)
     prompt_ids: list[str] | None = flag(
         None, "input", "token ids to continue, as 5,17,300; needs no --tokenizer")
+    num_samples: int = flag(1, "input", "continuations a prompt", low=1)
 
     out_seq_length: int = flag(
         256, "sampling", "new tokens, at most; a full context ends it too", low=0)
@@ -200,14 +205,24 @@ class InferConfig:
     end_id: int | None = flag(
         None, "sampling", "token id to stop before; default: the tokenizer's end of a document",
         low=0, type=int)
+    stop: list[str] | None = flag(
+        None, "sampling", "strings to stop before, several or one, in the new text")
 
     output: str | None = flag(
-        None, "output", "F.jsonl: an object a prompt, with prompt_ids, ids, prompt and text",
-        type=str)
+        None, "output", "F.jsonl: an object a sample, with the prompt's keys, generation, ids, "
+        "finish (end, stop, length or context), tokens, seconds and the sampling", type=str)
+    stream: bool = flag(True, "output", "show text as it is decided, not each sample as a whole")
 
+    micro_batch_size: int = flag(8, "machine", "samples decoded together, at most", low=1)
+    lookup: int = flag(
+        0, "machine", "draft up to N tokens from where the last ones occurred before; the choices "
+        "stay the same; 0: off", low=0, high=1000)
     precision: str | None = flag(
         None, "machine", "default: fp32 on the CPU, the weights' own on CUDA",
         choices=tuple(DTYPES), type=str)
+    quantize: str | None = flag(
+        None, "machine", "int8: the blocks' weights in half the memory of fp16", choices=("int8",),
+        type=str)
     device: str = flag("auto", "machine", "auto: CUDA where there is some", choices=DEVICES)
     tensor_model_parallel_size: int | None = flag(
         None, "machine", "ranks that share the model; default: all that torchrun starts",
@@ -216,6 +231,10 @@ class InferConfig:
         False, "machine", "accepted, without effect: a rank reads its own slices, in place")
     timeout: float = flag(
         300.0, "machine", "seconds that ranks wait for one another before the job fails", above=0)
+
+    def __post_init__(self):
+        if "" in (self.stop or []):
+            raise UsageError("--stop: empty; give the text to stop before")
 
 
 @dataclass

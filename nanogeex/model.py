@@ -20,6 +20,7 @@ Tests: tests/test_model.py.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,13 @@ from nanogeex.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-KeysValues = tuple[Tensor, Tensor]          # of one block, each (B, heads/tp, T_max, D)
+
+class KeysValues(NamedTuple):
+    """A block's cache.  Rows of a batch end together; shorter ones begin with padding."""
+
+    keys: Tensor                            # (B, heads/tp, T_max, D)
+    values: Tensor                          # (B, heads/tp, T_max, D)
+    seen: Tensor | None = None              # (B, 1, 1, T_max), False is padding; None: no padding
 
 
 def fast_gelu(x: Tensor) -> Tensor:
@@ -63,7 +70,7 @@ class LayerNorm(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """One row a position, repeated on all ranks: positions (T) -> (T, H)."""
+    """One row a position, repeated on all ranks: positions (..., T) -> (..., T, H)."""
 
     TP_DIM = {"weight": None}
 
@@ -87,6 +94,7 @@ class Attention(nn.Module):
         self.key = ColumnParallelLinear(hidden, hidden, mesh)
         self.value = ColumnParallelLinear(hidden, hidden, mesh)
         self.dense = RowParallelLinear(hidden, hidden, mesh)
+        self.joined = None                  # key, value and query in one, see inference_form.py
 
     def heads(self, x: Tensor) -> Tensor:               # (B, T, H/tp) -> (B, heads/tp, T, D)
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -95,15 +103,22 @@ class Attention(nn.Module):
                 start: int) -> Tensor:
         x = copy_to_tp(x, self.mesh)                                    # f, once for q, k and v
         asks = x if query is None else copy_to_tp(query, self.mesh)     # (B or 1, T, H)
-        q, k, v = (self.heads(y) for y in (self.query(asks), self.key(x), self.value(x)))
+        if self.joined is None:
+            k, v, q = self.key(x), self.value(x), self.query(asks)
+        else:
+            k, v, *q = self.joined(x).split(self.dense.weight.shape[1], -1)
+            q = q[0] if q else self.query(asks)
+        q, k, v = self.heads(q), self.heads(k), self.heads(v)
         q = q.expand(x.shape[0], -1, -1, -1)                            # (B, heads/tp, T, D)
         stop = start + x.shape[1]
         if cache is not None:
-            cache[0][:, :, start:stop], cache[1][:, :, start:stop] = k, v
-            k, v = cache[0][:, :, :stop], cache[1][:, :, :stop]         # (B, heads/tp, stop, D)
+            cache.keys[:, :, start:stop], cache.values[:, :, start:stop] = k, v
+            k, v = cache.keys[:, :, :stop], cache.values[:, :, :stop]   # (B, heads/tp, stop, D)
         mask = None
         if 0 < start < stop - 1:                                        # token i sees start + i + 1
             mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start)
+        elif start and cache.seen is not None:                          # a token a row
+            mask = cache.seen[..., :stop]
         dropout = self.dropout if self.training else 0.0
         with own_randomness(self.mesh) if dropout else nullcontext():
             y = F.scaled_dot_product_attention(
@@ -201,20 +216,25 @@ class CodeGeeX(nn.Module):
         self.top_query_layer = Block(config, mesh, options)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, weights: Tensor | None = None,
-                cache: list[KeysValues] | None = None, start: int = 0) -> Tensor:
-        """ids (B, T) -> logits (B, T, V/tp), this rank's rows of the vocabulary.
+                cache: list[KeysValues] | None = None, start: int = 0,
+                positions: Tensor | None = None, last: bool = False) -> Tensor:
+        """ids (B, T) -> logits (B, T, V/tp), this rank's rows of the vocabulary; with `last`, those
+        of the last token alone, (B, 1, V/tp).
 
         With `targets` and `weights` (B, T): the sum over all tokens of weight times loss, a scalar
         in fp32, repeated on all tp ranks; weight 0 masks a target.  With a `cache` that holds
-        `start` tokens, ids are the tokens from there on, and join them."""
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        `start` tokens, ids are the tokens from there on, and join them; where rows begin with
+        padding, `positions` (B, T) tells theirs."""
+        if positions is None:
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         caches = cache or [None] * (len(self.layers) + 1)
         x = self.word_embeddings(ids) + self.position_embeddings(positions)         # (B, T, H)
         x = F.dropout(x, self.dropout, self.training)
         for i, layer in enumerate(self.layers):
             x = layer(x, cache=caches[i], start=start)
-        query = self.top_query_embeddings(positions)[None]                          # (1, T, H)
+        query = self.top_query_embeddings(positions)                        # (B or 1, T, H)
         x = self.top_query_layer(self.final_layernorm(x), query, caches[-1], start)
+        x = x[:, -1:] if last else x
         logits = F.linear(copy_to_tp(x, self.mesh), self.word_embeddings.weight)    # (B, T, V/tp)
         if targets is None:
             return logits
@@ -225,5 +245,5 @@ class CodeGeeX(nn.Module):
         """Room for the keys and values of `length` tokens, a pair a block."""
         heads = self.config.num_attention_heads
         shape = (batch, heads // self.mesh.tp, length, self.config.hidden_size // heads)
-        return [tuple(torch.zeros(shape, dtype=dtype, device=self.mesh.device) for _ in "kv")
+        return [KeysValues(*torch.zeros(2, *shape, dtype=dtype, device=self.mesh.device))
                 for _ in range(len(self.layers) + 1)]

@@ -18,12 +18,13 @@ Tests: tests/test_weights.py.
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from nanogeex import integrity
+from nanogeex import integrity, quantize
 from nanogeex.config import DTYPES, ModelConfig, UsageError, check_shape
 from nanogeex.mesh import Mesh
 from nanogeex.model import CodeGeeX, Options
@@ -112,10 +113,11 @@ def model_config(weights: Weights, num_attention_heads: int | None, vocab_size: 
 
 def load_model(path: str | Path | Weights, num_attention_heads: int | None = None,
                dtype: torch.dtype | str | None = None, mesh: Mesh | None = None,
-               vocab_size: int | None = None) -> CodeGeeX:
+               vocab_size: int | None = None, int8: bool = False) -> CodeGeeX:
     """This rank's share of a released file, of parts or of a run, on its device, ready to generate:
     `model(ids)` gives logits (B, T, V/tp).  `dtype` None: fp32 on the CPU, elsewhere the weights'
-    own; LayerNorms keep what is wider.  No second copy of the model is made in memory."""
+    own; LayerNorms keep what is wider; `int8` makes that of the blocks' products, see quantize.py.
+    No second copy of the model is made in memory: a block, or a tensor, is read at a time."""
     mesh = mesh or Mesh()
     weights = path if isinstance(path, Weights) else open_weights(find(str(path), mesh))
     config = model_config(weights, num_attention_heads, vocab_size, mesh.tp)
@@ -126,18 +128,26 @@ def load_model(path: str | Path | Weights, num_attention_heads: int | None = Non
         own, options = weights.parts[0][WORDS].dtype, Options()
     dtype = dtype or (torch.float32 if mesh.device.type == "cpu" else own)
     model = on_meta(config, mesh, options)
-    table = split_table(model)
-    if weights.trained:
-        model.to_empty(device=mesh.device)
-        read_run(weights, dict(model.named_parameters()), table, mesh)
-        return model.to(dtype).eval()
-    for name, parameter in list(model.named_parameters()):
-        kept = weights.parts[0][name].dtype if "layernorm" in name else dtype
-        tensor = torch.empty(parameter.shape, device=mesh.device,
-                             dtype=torch.promote_types(dtype, kept))
-        fill(tensor, name, origin(table[name], mesh), weights)
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, nn.Parameter(tensor, requires_grad=False))
+    table, names = split_table(model), dict(model.named_parameters())
+    for _, group in groupby(names, lambda name: name.split(".")[:2]):
+        group = list(group)
+        if weights.trained:
+            pieces = {name: torch.empty(names[name].shape, device=mesh.device) for name in group}
+            read_run(weights, pieces, table, mesh)
+        for name in group:
+            if weights.trained:
+                tensor = pieces.pop(name).to(dtype)
+            else:
+                kept = weights.parts[0][name].dtype if "layernorm" in name else dtype
+                tensor = torch.empty(names[name].shape, device=mesh.device,
+                                     dtype=torch.promote_types(dtype, kept))
+                fill(tensor, name, origin(table[name], mesh), weights)
+            module, _, last = name.rpartition(".")
+            module = model.get_submodule(module)
+            if int8 and quantize.applies_to(name):
+                quantize.fill(module, tensor, mesh)
+            else:
+                setattr(module, last, nn.Parameter(tensor, requires_grad=False))
     return model.eval()
 
 

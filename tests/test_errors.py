@@ -70,7 +70,13 @@ def test_train_on_four(folder, name):
 
 @pytest.mark.parametrize("argv, says", [
     (["--load", "nowhere"], "nowhere: no released file"),
-    (["--load", "run", "--prompt", "x", "x" * 200], "number 2 has"),
+    (["--load", "run", "--prompt", "x" * 200], "prompt 1: "),
+    (["--load", "run", "--out-seq-length", "-1"], "--out-seq-length -1: must be 0 or more"),
+    (["--load", "run", "--num-samples", "0"], "--num-samples 0: must be 1 or more"),
+    (["--load", "run", "--top-k", "-1"], "--top-k -1: must be 0 or more"),
+    (["--load", "run", "--stop", ""], "--stop: empty"),
+    (["--load", "run", "--prompt", "x", "--prompt-file", "y"], "--prompt-file: --prompt is there"),
+    (["--load", "run", "--prompt", "x", "--output", "no/f"], "--output no/f: No such file"),
     (["--load", "run", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
     (["--load", "run", "--top-p", "2"], "--top-p 2.0: must be 1 or less"),
     (["--load", "run", "--tp", "2"], "--tensor-model-parallel-size 2: all 1 ranks")])
@@ -103,4 +109,4 @@ def test_infer_on_two(folder):
 def test_infer_input_that_is_not_text(folder):
     ended = run("infer.py", "--load", "run", cwd=folder, check=False, input="caf\udce9",
                 encoding="utf-8", errors="surrogateescape")
-    check(ended, "--prompt: not UTF-8", "infer.py")
+    check(ended, "standard input: not UTF-8", "infer.py")

@@ -16,7 +16,8 @@ import shard
 import train
 from nanogeex.config import ModelConfig, UsageError
 from nanogeex.convert import convert
-from nanogeex.generate import Sampling, generate
+from nanogeex.generate import Sample, Sampling, generate
+from nanogeex.inference_form import inference_form
 from nanogeex.mesh import Mesh
 from nanogeex.released_layout import nest
 from nanogeex.sources import find, open_weights
@@ -42,8 +43,9 @@ def sources(tmp_path_factory):
 def logits_and_greedy(mesh, path):
     model = load_model(path, 8, torch.float32, mesh)
     logits = model(torch.from_numpy(LOGITS["ids"]))
-    chosen = generate(model, PROMPT.tolist(), len(CONTINUED), 0, Sampling(), 0, mesh)
-    return logits, list(chosen)
+    sample = Sample(PROMPT.tolist(), len(CONTINUED), 0)
+    list(generate(inference_form(model), [sample], Sampling(), 0, mesh))
+    return logits, sample.ids
 
 
 @pytest.mark.parametrize("tp, parts", [(1, 1), (1, 2), (1, 8), (2, 1), (2, 8), (4, 1), (4, 2),
@@ -139,7 +141,7 @@ def test_infer_from_a_file(tmp_path):
                 "--prompt-ids", ",".join(map(str, PROMPT)), "5,17", "--out-seq-length",
                 len(CONTINUED), "--output", "f.jsonl", "--use-cpu-initialization", cwd=tmp_path)
     first, second = map(json.loads, (tmp_path / "f.jsonl").read_text().splitlines())
-    assert first == {"prompt_ids": PROMPT.tolist(), "ids": CONTINUED.tolist()}
+    assert (first["prompt_ids"], first["ids"]) == (PROMPT.tolist(), CONTINUED.tolist())
     assert ended.stdout.splitlines()[0] == ",".join(map(str, GREEDY["tokens"][0]))
     assert second["prompt_ids"] == [5, 17] and len(second["ids"]) == len(CONTINUED)
 
@@ -154,7 +156,8 @@ def test_infer_from_parts_on_four(sources, tmp_path):
 @pytest.mark.parametrize("argv, says", [
     (["--load", TINY, "--prompt", "x"], "tiny.pt: has no tokenizer of its own"),
     (["--load", TINY, "--prompt-ids", "5,x"], "--prompt-ids 5,x: not ids"),
-    (["--load", TINY, "--prompt-ids", "512", "--num-attention-heads", "8"], "has id 512"),
+    (["--load", TINY, "--prompt-ids", "512", "--num-attention-heads", "8"],
+     "prompt 1: id 512, the vocabulary ends at 511"),
     (["--load", TINY, "--prompt-ids", "5"], "--num-attention-heads: not in")])
 def test_infer_refuses(tmp_path, argv, says):
     with pytest.raises(UsageError, match=says), contextlib.chdir(tmp_path):
