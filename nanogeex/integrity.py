@@ -35,7 +35,7 @@ def find(directory: Path, mesh: Mesh, say: Callable[[str], None]) -> Path | None
         say(f"skipping {directory / name}: {problem}")
     if names:
         raise UsageError(f"{directory}: none of its {len(names)} checkpoints is whole; "
-                         "give another --out, or remove them to start over")
+                         "give another directory, or remove them to start over")
     return None
 
 
