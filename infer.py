@@ -83,7 +83,8 @@ def main(argv: list[str]) -> None:
 
     sys.stdout.reconfigure(errors="backslashreplace")       # a terminal that cannot show it all
     outputs: list[TextIO] = []
-    on_rank0(mesh, "output", lambda: open_output(config.output, outputs))
+    read = [*weights.files, config.prompt_file or "", config.prompts_jsonl or ""]
+    on_rank0(mesh, "output", lambda: open_output(config.output, read, outputs))
     show = partial(print, end="", flush=True) if mesh.rank == 0 else (lambda text: None)
     gap = ""
     for first in range(0, len(turns), config.micro_batch_size):
@@ -100,8 +101,7 @@ def main(argv: list[str]) -> None:
             else:
                 its = prompt["given"] | {"error": prompt["error"]}
             for output in outputs:
-                output.write(json.dumps(its) + "\n")
-                output.flush()
+                write(output, its)
     show("\n")
 
 
@@ -117,13 +117,24 @@ def as_decided(sample: Sample, steps: Iterator[None], stream: bool) -> Iterator[
     yield "".join(sample.parts[shown:])
 
 
-def open_output(path: str | None, outputs: list[TextIO]) -> None:
-    """--output, if it is asked for, into the list."""
+def open_output(path: str | None, read: list[Path | str], outputs: list[TextIO]) -> None:
+    """--output, if it is asked for, into the list; not over what is `read`."""
+    if path and Path(path).resolve() in [Path(each).resolve() for each in read]:
+        raise UsageError(f"--output {path}: is what is read; give another file")
     try:
         outputs += [open(path, "w")] if path else []
     except OSError as error:
         raise UsageError(f"--output {path}: {error.strerror}; give a file that can be written") \
             from None
+
+
+def write(output: TextIO, its: dict) -> None:
+    try:
+        output.write(json.dumps(its) + "\n")
+        output.flush()
+    except OSError as error:
+        raise UsageError(f"--output {output.name}: {error.strerror}; make room, or give another "
+                         "file") from None
 
 
 if __name__ == "__main__":

@@ -63,13 +63,13 @@ def convert(weights: Weights, destination: Path, tp: int, dtype: torch.dtype | N
     rows = rows or -(-weights.config.padded_vocab_size // tp) * tp
     if rows % tp:
         raise UsageError(f"--padded-vocab-size {rows}: not a multiple of --tp {tp}; give one")
-    _check_destination(destination, tp)
+    files = [destination / PART.format(i) for i in range(tp)] if tp > 1 else [destination]
+    temporaries = [file.with_name(file.name + ".tmp") for file in files]
+    _check_destination(destination, temporaries, tp)
     if weights.trained:                                 # whole, the one copy in memory
         weights.parts = [{name: torch.empty(each.shape) for name, each in weights.table.items()}]
         read_run(weights, weights.parts[0], weights.table, Mesh())
     weights.notes += vocabulary_note(weights, rows)
-    files = [destination / PART.format(i) for i in range(tp)] if tp > 1 else [destination]
-    temporaries = [file.with_name(file.name + ".tmp") for file in files]
     made = tp > 1 and not destination.exists()
     try:
         if tp > 1:
@@ -128,6 +128,11 @@ def _write_tensor(file: FileIO, offset: int, like: Tensor, name: str, at: tuple[
             rows = found[0][1]
         else:
             fill(rows, name, begin, weights)
+            converted = found and found[0][1].dtype != rows.dtype
+            if converted and rows.isinf().any() and not any(v.isinf().any() for _, v in found):
+                dtype = str(rows.dtype).removeprefix("torch.")
+                raise UsageError(f"--dtype: {released_name(name)} has values that {dtype} cannot "
+                                 "hold; take fp32 or bf16")
         content = memoryview(rows.view(torch.uint8).numpy()).cast("B")
         while content:                                  # a write may take less than it is given
             content = content[file.write(content):]
@@ -136,7 +141,7 @@ def _write_tensor(file: FileIO, offset: int, like: Tensor, name: str, at: tuple[
 def _reserve(path: Path, content: dict) -> dict[str, int]:
     """A file of tensors like these, without their data; returns where in it each begins."""
     try:
-        with open(path, "w+b") as file:
+        with open(path, "x+b") as file:
             with skip_data():
                 torch.save(content, file)
             if hasattr(os, "posix_fallocate"):          # not on macOS
@@ -166,12 +171,15 @@ def _check_divides(weights: Weights, tp: int) -> None:
                              f"one of {fit}")
 
 
-def _check_destination(destination: Path, tp: int) -> None:
-    """Nothing that is there is written over; what a killed run has left behind may be."""
+def _check_destination(destination: Path, temporaries: list[Path], tp: int) -> None:
+    """Nothing that is there is written over."""
     if tp > 1 and (destination.suffix == ".pt" or destination.is_file()):
         raise UsageError(f"{destination}: a file, and --tp {tp} makes a directory of {tp} parts; "
                          "give a directory, or --tp 1")
-    if destination.is_dir() and any(path.suffix != ".tmp" for path in destination.iterdir()):
+    if destination.is_dir() and any(destination.iterdir()):
         raise UsageError(f"{destination}: exists and is not empty; give another DST")
     if tp == 1 and destination.exists():
         raise UsageError(f"{destination}: exists; give --tp 1 the name of a new file")
+    for path in temporaries:
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: exists, maybe left from a run that was killed; remove it")

@@ -11,6 +11,7 @@ Tests: tests/test_survival.py.
 
 import json
 import pickle
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +44,11 @@ def damage(path: Path, mesh: Mesh) -> str | None:
     """What is wrong with a checkpoint, and with which file; alike on all ranks."""
     def check() -> str | None:
         try:
-            files = sorted(read_meta(path)["files"].items())
-            for name, (size, checksum) in files[mesh.rank::mesh.world]:
+            files = read_meta(path)["files"]
+            there = {each.name for each in path.iterdir() if each.is_file()} - {"meta.json"}
+            for name in sorted({".metadata", *files} ^ there):      # all are checked, or none is
+                return f"{name}: {'not told of by meta.json' if name in there else 'No such file'}"
+            for name, (size, checksum) in sorted(files.items())[mesh.rank::mesh.world]:
                 found = size_and_checksum(path / name)
                 if found[0] != size:
                     return f"{name} has {found[0]} bytes of {size}"
@@ -89,9 +93,11 @@ def read_meta(path: Path) -> dict:
     """A checkpoint's meta.json.  Raises UsageError where there is none, or where it was changed."""
     try:
         meta = json.loads((path / "meta.json").read_text())
-        meta["config"], meta["step"], meta["files"]
+        meta["config"], meta["files"], meta["optimizer_steps"], int(meta["step"])
         if meta.pop("checksum") != checksum_of_json(meta):
             raise ValueError("its checksum differs")
+        if re.fullmatch(r"step-\d{8}", path.name) and path.name != f"step-{meta['step']:08d}":
+            raise ValueError(f"it is of step {meta['step']}")
         return meta
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"checkpoint {path}: its meta.json cannot be read ({error}); give a "

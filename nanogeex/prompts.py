@@ -52,6 +52,9 @@ def _from_ids(given: str, tokenizer: CodeTokenizer | CodeGeeXTokenizer | None) -
     if not re.fullmatch(r"\d+(,\d+)*", given):
         raise UsageError(f"--prompt-ids {given}: not ids; give them as 5,17,300")
     ids = [int(number) for number in given.split(",")]
+    if tokenizer and max(ids) >= tokenizer.vocab_size:
+        raise UsageError(f"--prompt-ids {given}: id {max(ids)}, the tokenizer's end at "
+                         f"{tokenizer.vocab_size - 1}; give this tokenizer's")
     return {"given": {"prompt_ids": ids}, "ids": ids, "error": None,
             "shown": tokenizer.decode(ids) if tokenizer else given}
 

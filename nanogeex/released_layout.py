@@ -83,6 +83,7 @@ def read_part(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     except Exception as error:              # torch.load raises whatever a bad file causes
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
+        reason = re.split(r" ?(In PyTorch 2\.6|Re-running|Please file)", reason)[0]    # bad advice
         raise UsageError(f"{path}: cannot be read safely ({reason}); give a file that torch.save "
                          "has written whole, with nothing but weights and settings") from None
     for name in list(tensors):

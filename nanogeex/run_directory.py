@@ -37,12 +37,12 @@ def take(out: Path) -> TextIO:
                 raise UsageError(f"--out {out}: {lock.read().strip() or 'another run'} is training "
                                  "there; give another --out, or stop it")
             time.sleep(0.2)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
     except OSError as error:
         raise UsageError(f"{error.filename or out}: {error.strerror}; give an --out that can be "
                          "written") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
     return lock
 
 

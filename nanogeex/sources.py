@@ -70,6 +70,9 @@ def open_weights(path: Path) -> Weights:
     rows, hidden = (_shape(first, files[0], name) for name in (
         "top_query_layer.attention.query.weight", "position_embeddings.weight"))
     count = hidden[1] // max(1, rows[0])
+    if count * rows[0] != hidden[1] or not count:
+        raise UsageError(f"{files[0]}: its query has {rows[0]} rows, its positions {hidden[1]} "
+                         "columns; give weights of a CodeGeeX")
     if kind == "released file" and count != 1:
         raise UsageError(f"{path}: one of {count} parts; give the directory that holds all of them")
     wanted = [path / PART.format(i) for i in range(count)] if kind == "parts" else files
@@ -138,7 +141,8 @@ def _check(weights: Weights, file: Path, part: dict[str, Tensor]) -> None:
     for name in [*weights.table, *part]:
         where = f"{file}: {released_name(name)}"
         if name not in weights.table:
-            raise UsageError(f"{where} is not in {weights.files[0]}; {other}")
+            raise UsageError(f"{where} is not in {weights.files[0]}; {other}" if count > 1 else
+                             f"{where} is no weight of a CodeGeeX of this shape; take it out")
         if name not in part:
             raise UsageError(f"{where} is missing; {other}" if count > 1 else
                              f"{where} is missing; give the whole model")
@@ -148,6 +152,8 @@ def _check(weights: Weights, file: Path, part: dict[str, Tensor]) -> None:
         if list(part[name].shape) != shape:
             raise UsageError(f"{where} is {list(part[name].shape)}, where {shape} fits the rest of "
                              "the model; " + other)
+        if part[name].layout != torch.strided or part[name].is_meta:
+            raise UsageError(f"{where} holds no plain tensor; give the weights themselves")
         if part[name].dtype not in (*DTYPES.values(), torch.float64):
             raise UsageError(f"{where} is {part[name].dtype}; give fp16, bf16 or fp32")
         if part[name].dtype != first[name].dtype or dim is None and not _same_bits(

@@ -192,8 +192,17 @@ def test_destination_that_is_there(parts, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path, TINY, "empty", "--tp", 1, says=["empty: exists"])
     (tmp_path / "empty" / (PART.format(0) + ".tmp")).write_text("of a run that was killed")
-    run("shard.py", TINY, "empty", cwd=tmp_path)
-    assert len(os.listdir(tmp_path / "empty")) == 8
+    refused(tmp_path, TINY, "empty", says=["empty: exists and is not empty"])
+    (tmp_path / "z.pt.tmp").write_bytes(TINY.read_bytes())              # be it the source itself
+    refused(tmp_path, "z.pt.tmp", "z.pt", "--tp", 1, says=["z.pt.tmp: exists"])
+
+
+def test_values_that_fp16_cannot_hold(tmp_path):
+    whole = tensors(ODD, torch.float32)
+    whole["layers.0.mlp.dense_h_to_4h.weight"] *= 1e30
+    torch.save(nest(whole, 1), tmp_path / "huge.pt")
+    refused(tmp_path, "huge.pt", "half.pt", "--tp", 1, "--dtype", "fp16", says=[
+        "--dtype: transformer.layers.0.mlp.dense_h_to_4h.weight has values that float16 cannot"])
 
 
 def test_a_disk_that_fills(tmp_path):

@@ -69,7 +69,23 @@ def hostile(path):
     (path.parent / "meta.json").write_text(json.dumps(meta | {"checksum": checksum}))
 
 
+def hidden(path):
+    """The same, and meta.json does not tell of it."""
+    hostile(path)
+    meta = integrity.read_meta(path.parent)
+    meta["files"]["./.metadata"] = meta["files"].pop(".metadata")
+    checksum = integrity.checksum_of_json(meta)
+    (path.parent / "meta.json").write_text(json.dumps(meta | {"checksum": checksum}))
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES = {
+    "hidden": (hidden, ".metadata", "./.metadata: No such file"),
+    "pipe": (pipe, ".metadata", ".metadata: No such file"),
     "truncated": (truncate, "__1_0.distcp", "__1_0.distcp has"),
     "emptied": (lambda path: path.write_bytes(b""), "__1_0.distcp", "has 0 bytes of"),
     "flipped": (flip, "__1_0.distcp", "__1_0.distcp is not what was written"),
@@ -109,6 +125,13 @@ def test_all_damaged_is_an_error(tmp_path):
         path.unlink()
     with pytest.raises(UsageError, match="none of its 3 checkpoints is whole"):
         integrity.find(tmp_path, Mesh(), print)
+
+
+def test_a_checkpoint_under_another_steps_name(tmp_path):
+    tiny_save(Mesh(), tmp_path)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")
+    path, said = found_by(Mesh(), tmp_path)
+    assert path.name == "step-00000003" and "it is of step 2" in said[0]
 
 
 def test_a_checkpoint_without_permission(tmp_path, monkeypatch):
