@@ -18,6 +18,7 @@ from nanogeex.released_layout import PART, nest
 from nanogeex.sources import find, open_weights
 from tests.programs import run
 from tests.released import ODD, TINY, flat, tensors, write
+from tests.small_disk import small_disk
 
 
 def made(source, destination, tp, **keywords):
@@ -206,16 +207,9 @@ def test_values_that_fp16_cannot_hold(tmp_path):
 
 
 def test_a_disk_that_fills(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk],
-                      capture_output=True).returncode:
-        pytest.skip("needs to mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", "256k"):
         for argv in (["disk/parts"], ["disk/whole.pt", "--tp", 1], ["disk"]):
             refused(tmp_path, TINY, *argv, says=["disk/", "No space left on device; give a DST"])
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):

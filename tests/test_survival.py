@@ -24,6 +24,7 @@ from nanogeex.optim import adamw
 from nanogeex.saver import Saver
 from tests.programs import ROOT, metrics, run
 from tests.ranks import build, on_ranks, small_config
+from tests.small_disk import small_disk
 from tests.test_data import source
 from tests.test_programs import SMALL, same
 
@@ -332,15 +333,9 @@ def test_steps_that_are_not_finite_stop_the_run(one, tmp_path):
     assert ended.stderr.count("skipped, loss") == 3
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
 def test_a_full_disk(one, tmp_path):
     out, argv = one
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3500k", "tmpfs", folder],
-                      capture_output=True).returncode:
-        pytest.skip("cannot mount")
-    try:
+    with small_disk(tmp_path / "disk", "3500k") as folder:
         ended = run("train.py", *argv, "--keep-last", 9, "--out", folder / "out", check=False)
         assert ended.returncode == 2, ended.stderr
         lines = ended.stderr.splitlines()
@@ -348,8 +343,6 @@ def test_a_full_disk(one, tmp_path):
         assert "the last checkpoint is not written, see above" in lines[-1]
         assert integrity.find(folder / "out/checkpoints", Mesh(), pytest.fail)
         assert not list((folder / "out/checkpoints").glob("*.tmp"))
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def free_port():
