@@ -156,8 +156,8 @@ def test_dropout_is_shared_where_activations_are_and_own_where_heads_are():
     assert torch.equal(first[3], second[3])                 # and the shared stream goes on alike
     alone = build(small_config(), Mesh())[0]
     assert torch.equal(masks(Mesh())[1], alone.layers[0](  # eval is the model without dropout
-        alone.word_embeddings(batch(small_config(), 3)[0])
-        + alone.position_embeddings(torch.arange(16))))
+        alone.word_embeddings(batch(small_config(), 3)[0].flatten())
+        + alone.position_embeddings(torch.arange(16).repeat(3)), 3))
 
 
 def losses_with_dropout(mesh):
