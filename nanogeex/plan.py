@@ -20,6 +20,7 @@ Tests: tests/test_plan.py.
 
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from nanogeex.parameters import split_table
 from nanogeex.samples import Windows, shares
 from nanogeex.watch import KINDS, Watch
 
-GIB, RESERVE = 2**30, 2**30         # RESERVE: of a device, for its context and buffers of the groups
+GIB, RESERVE = 2**30, 2**30         # RESERVE: of a device, for its context and the groups' buffers
 SIZES = (16, 24, 32, 40, 80)        # GiB of common devices
 PAPER_TOKENS = 850e9
 
@@ -102,17 +103,27 @@ def dry_run(config: TrainConfig, forward_backward: Callable) -> None:
 
 def count(config: TrainConfig, world: int, forward_backward: Callable) -> Counts:
     """Run a step as rank 0 of `world`, on nothing."""
-    tp = config.tensor_model_parallel_size
-    dp = world // tp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    mesh = Mesh(0, dp, tp, torch.device("cpu"), dist.new_group(list(range(tp))),
-                dist.new_group(list(range(0, world, tp))))
-    mesh.dp_mesh                                            # made of real numbers: before the fakes
+    try:
+        tp = config.tensor_model_parallel_size
+        row, column = list(range(tp)), list(range(0, world, tp))
+        mesh = Mesh(0, world // tp, tp, torch.device("cpu"), dist.new_group(row),
+                    dist.new_group(column))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # of torch, on copies of fake tensors
+            return _count(config, mesh, forward_backward)
+    finally:
+        dist.destroy_process_group()
+
+
+def _count(config: TrainConfig, mesh: Mesh, forward_backward: Callable) -> Counts:
+    mesh.dp_mesh                                # made of real numbers, and so before the fake ones
+    dp = mesh.dp
     share = -(-config.global_batch_size // dp)              # of a data rank, the largest
     _, number = shares(share, 1, config.micro_batch_size)
     size = -(-share // number)
     watch = Watch({"tp": mesh.tp_group, "dp": mesh.dp_group, "world": mesh.world_group},
-                  config.padded_vocab_size // tp)
+                  config.padded_vocab_size // mesh.tp)
     with torch.device("meta"):
         model = CodeGeeX(config, mesh, Options.of(config))
     table = split_table(model)
@@ -147,10 +158,8 @@ def count(config: TrainConfig, world: int, forward_backward: Callable) -> Counts
         again = max(0, number - 2)                          # further ones are like the second
         calls, sent, flops = (_more(one, two, again) for one, two in zip(
             first, (watch.calls, watch.sent, watch.flops), strict=True))
-        counts = Counts(sum(shard.numel() for shard in shards.values()), watch.held_by_kind(),
-                        watch.peak_by_kind(), calls, sent, flops)
-    dist.destroy_process_group()
-    return counts
+        return Counts(sum(shard.numel() for shard in shards.values()), watch.held_by_kind(),
+                      watch.peak_by_kind(), calls, sent, flops)
 
 
 def _more(one, two, again: int):

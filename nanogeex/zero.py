@@ -50,8 +50,9 @@ def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,
     model.to_empty(device=mesh.device)
     if mesh.dp > 1 or dtype == torch.float32:
         return model
-    compute = deepcopy(model, memo={id(mesh): mesh}).to(dtype)
+    compute = deepcopy(model, memo={id(mesh): mesh})
     for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
+        weight.data = weight.data.to(dtype)
         weight.register_post_accumulate_grad_hook(partial(_add_to_master, master))
     return compute
 
