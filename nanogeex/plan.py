@@ -97,7 +97,7 @@ def dry_run(config: TrainConfig, forward_backward: Callable) -> None:
     config = replace(config, attention_dropout=0.0, precision=(
         config.precision or default_precision(config, torch.device("cuda"))))
     report = _report(config, world, count(config, world, forward_backward), device)
-    report["topologies"] = topologies(config, world, forward_backward, device)
+    report["topologies"] = _topologies(config, world, forward_backward, device, report)
     print(json.dumps(report, indent=1) if config.json else table(report))
 
 
@@ -117,8 +117,7 @@ def count(config: TrainConfig, world: int, forward_backward: Callable) -> Counts
 
 
 def _count(config: TrainConfig, mesh: Mesh, forward_backward: Callable) -> Counts:
-    mesh.dp_mesh                                # made of real numbers, and so before the fake ones
-    dp = mesh.dp
+    dp, _ = mesh.dp, mesh.dp_mesh               # made of real numbers: before there are fake ones
     share = -(-config.global_batch_size // dp)              # of a data rank, the largest
     _, number = shares(share, 1, config.micro_batch_size)
     size = -(-share // number)
@@ -169,10 +168,10 @@ def _more(one, two, again: int):
     return two + again * (two - one)
 
 
-def topologies(config: TrainConfig, world: int, forward_backward: Callable,
-               device: Accelerator) -> list[dict]:
-    """Every --tp that cuts this model and stays in a node, best first.  Blocks are alike: models of
-    few blocks run, and what a block adds is multiplied."""
+def _topologies(config: TrainConfig, world: int, forward_backward: Callable,
+                device: Accelerator, asked: dict) -> list[dict]:
+    """Every --tp that cuts this model and stays in a node, best first; `asked` is known.  For the
+    others models of few blocks run, and what a block adds is multiplied: all are alike."""
     found = []
     for tp in range(1, config.devices_per_node + 1):
         try:
@@ -181,13 +180,14 @@ def topologies(config: TrainConfig, world: int, forward_backward: Callable,
             continue
         if world % tp or world // tp > config.global_batch_size:
             continue
-        changed = replace(config, tensor_model_parallel_size=tp)
-        few, more = ([count(replace(changed, num_layers=layers), world, forward_backward)
-                      for layers in (3, 4)])
-        further = config.num_layers - 4
-        counts = Counts(*(_more(getattr(few, name), getattr(more, name), further)
-                          for name in Counts.__dataclass_fields__))
-        report = _report(changed, world, counts, device)
+        report = asked
+        if tp != asked["tp"]:
+            changed = replace(config, tensor_model_parallel_size=tp)
+            few, more = (count(replace(changed, num_layers=layers), world, forward_backward)
+                         for layers in (3, 4))
+            counts = Counts(*(_more(getattr(few, name), getattr(more, name), config.num_layers - 4)
+                              for name in Counts.__dataclass_fields__))
+            report = _report(changed, world, counts, device)
         found.append({key: report[key] for key in (
             "dp", "tp", "peak_gib", "fits", "step_s", "tokens_per_s", "mfu")})
     return sorted(found, key=lambda entry: (not entry["fits"], -entry["tokens_per_s"]))
