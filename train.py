@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanogeex import checkpoint, data, integrity, micro_batch, report, run_directory, zero
+from nanogeex import checkpoint, data, integrity, micro_batch, plan, report, run_directory, zero
 from nanogeex.command_line import parse
 from nanogeex.config import DTYPES, TrainConfig, UsageError, default_precision
 from nanogeex.mesh import (
@@ -32,7 +32,7 @@ from nanogeex.mesh import (
     stop_signals,
 )
 from nanogeex.model import CodeGeeX, Options
-from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimizer_step
+from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimizer_step, sum_over_tp
 from nanogeex.parameters import initial_weight, split_table
 from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares, step_seed
 from nanogeex.saver import Saver
@@ -41,6 +41,8 @@ from nanogeex.weights import fill_shards, training_defaults
 
 def main(argv: list[str]) -> None:
     config = parse(TrainConfig, argv, __doc__, training_defaults)
+    if config.dry_run:
+        return plan.dry_run(config, forward_backward)
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -68,7 +70,8 @@ def main(argv: list[str]) -> None:
         model = CodeGeeX(config, mesh, Options.of(config))
     table = split_table(model)
     compute = zero.shard(
-        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype])
+        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype],
+        config.reshard_after_forward)
     shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
     optimizer, scaler = adamw(shards, config), loss_scaler(config)
     step, samples, skipped = 0, 0, 0
@@ -122,7 +125,8 @@ def main(argv: list[str]) -> None:
         torch.manual_seed(step_seed(config.seed, samples, mesh.dp_rank))        # for dropout
         chosen = permuted(np.arange(samples, samples + batch), len(train.ids), config.seed)
         try:
-            sums = forward_backward(model, compute, train, chosen, size, scale / seq_length, mesh)
+            sums = forward_backward(
+                model, compute, train, chosen, size, scale / seq_length, config, mesh)
         except torch.OutOfMemoryError:
             model.zero_grad()
             size = micro_batch.halved(size, out, mesh)
@@ -134,6 +138,8 @@ def main(argv: list[str]) -> None:
         # FSDP2 has averaged over dp; undo that and the scale, and divide by the step's tokens.
         unscale = mesh.dp * seq_length / (scale * tokens)
         gradients = {name: zero.local(weight.grad) for name, weight in model.named_parameters()}
+        if config.sequence_parallel:
+            sum_over_tp(gradients, table, mesh)
         if config.debug_inf == f"{step + 1}:{mesh.rank}":
             gradients["final_layernorm.weight"].view(-1)[:1] = math.inf
         norm, taken = optimizer_step(
@@ -201,14 +207,16 @@ def main(argv: list[str]) -> None:
 
 
 def forward_backward(model: nn.Module, compute: nn.Module, train: Windows, chosen: np.ndarray,
-                     micro_batch_size: int, scale: float, mesh: Mesh) -> Tensor:
+                     micro_batch_size: int, scale: float, config: TrainConfig,
+                     mesh: Mesh) -> Tensor:
     """A window of micro-batches, this rank's share of a step's `chosen` samples: leaves gradients
     of `scale` times the loss; returns the sums of loss and tokens, (2)."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     _, number = shares(len(chosen), mesh.dp, micro_batch_size)
     window = micro_batches(train, chosen, mesh.dp, mesh.dp_rank, micro_batch_size, mesh.device)
     for i, (ids, targets, weights) in enumerate(window):
-        zero.micro_batch(model, compute, first=i == 0, last=i == number - 1)
+        zero.micro_batch(model, compute, first=i == 0, last=i == number - 1,
+                         reshard_after_forward=config.reshard_after_forward)
         part = compute(ids, targets, weights)               # sum over the micro-batch's tokens
         (part * scale).backward()                           # scaled alike at every topology
         sums += torch.stack([part.detach(), weights.sum()])

@@ -136,9 +136,33 @@ class TrainConfig(ModelConfig):
         "none", "parallelism", "in backward, instead of keeping activations: full keeps a block's "
         "input; selective keeps two inputs, and repeats no all-reduce",
         choices=("none", "selective", "full"))
+    sequence_parallel: bool = flag(
+        False, "parallelism", "between the products of tp ranks each keeps its own tokens: less "
+        "memory, the same traffic; best with --recompute selective")
+    reshard_after_forward: bool = flag(
+        False, "parallelism", "drop a block's weights between forward and backward (ZeRO-3): less "
+        "memory, more traffic between data ranks")
     checkpoint_activations: bool = flag(False, "parallelism", "--recompute full")
     use_cpu_initialization: bool = flag(
         False, "parallelism", "accepted, without effect: weights are always filled in place")
+
+    dry_run: bool = flag(
+        False, "dry run", "train nothing; say what a rank of --world-size would hold and send")
+    world_size: int | None = flag(
+        None, "dry run", "ranks of the job; default: --tp", low=1, type=int)
+    json: bool = flag(False, "dry run", "print JSON instead of a table")
+    accelerator: str = flag("A100-80", "dry run", "device to reckon with: V100, A100-40, A100-80, "
+                            "H100, H200; the next four mend it")
+    peak_tflops: float | None = flag(
+        None, "dry run", "16-bit peak of a device, TFLOP/s", above=0, type=float)
+    memory_gib: float | None = flag(None, "dry run", "its memory, GiB", above=0, type=float)
+    link_gb_s: float | None = flag(
+        None, "dry run", "its links in a node, GB/s one way", above=0, type=float)
+    network_gb_s: float | None = flag(
+        None, "dry run", "its part of the node's network, GB/s one way", above=0, type=float)
+    devices_per_node: int = flag(8, "dry run", "devices that the faster links join", low=1)
+    compute_efficiency: float = flag(
+        0.5, "dry run", "of the peak, what kernels reach", above=0, high=1)
 
     debug_inf: str | None = flag(
         None, "logging", "STEP:RANK plants an inf in that rank's gradient at that step, to try "
@@ -168,6 +192,12 @@ class TrainConfig(ModelConfig):
                              "goes on; give one")
         if self.debug_inf and not re.fullmatch(r"\d+:\d+", self.debug_inf):
             raise UsageError(f"--debug-inf {self.debug_inf}: not STEP:RANK; give two numbers")
+        if not self.dry_run and (self.world_size or self.json):
+            raise UsageError("--world-size and --json: are for --dry-run; add it, or let torchrun "
+                             "make the world")
+        if self.dry_run and self.micro_batch_size == "auto":
+            raise UsageError("--micro-batch-size auto: measures a device, --dry-run has none; give "
+                             "a number")
         check_shape(self, self.tensor_model_parallel_size)
 
 

@@ -5,7 +5,7 @@ the memory.  What can be known or joined before the first token is:
 
       top-query block   its queries see positions only: a table of them, (positions, H/tp), takes
                         the place of the embeddings and of the query projection
-      key|value|query   one product of a block's input instead of three
+      query|key|value   one product of a block's input instead of three
       fp32 on a CPU     a product with one row goes along the weight's longer side in memory: for
                         1 x 512 by 512 x 2048, 20 GB/s instead of 11
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from nanogeex.model import Attention, CodeGeeX, PositionEmbedding
-from nanogeex.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from nanogeex.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from nanogeex.vocab_parallel import VocabParallelEmbedding
 
 
 @torch.no_grad()
@@ -38,10 +39,11 @@ def inference_form(model: CodeGeeX) -> CodeGeeX:
 
 
 def join(attention: Attention) -> None:
-    """key, value and, unless it is a table, query: (..., H) -> (..., 2 or 3 times H/tp)."""
-    parts = [attention.key, attention.value]
-    if not isinstance(attention.query, nn.Identity):
-        parts.append(attention.query)
+    """query, unless it is a table, key and value: (N, H) -> (N, 3 or 2 times H/tp)."""
+    parts = [attention.query, attention.key, attention.value]
+    if isinstance(attention.query, nn.Identity):
+        parts = parts[1:]
+    else:
         attention.query = None
     joined = parts[0]                           # of whatever class; it becomes all of them
     for name, _ in list(joined.named_parameters()):

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Mesh:
     def world_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self.world > 1 else None
 
+    @cached_property
     def dp_mesh(self) -> DeviceMesh:
         """This rank's column, as FSDP2 asks for it."""
         return DeviceMesh.from_group(self.dp_group, self.device.type, mesh_dim_names=("dp",))

@@ -8,11 +8,13 @@
           -> logits through the word embedding (tied)
 
 Module names are those of the released checkpoint.  Under tensor parallelism a rank holds heads/tp
-heads, 4H/tp columns of the FFN and V/tp rows of the vocabulary; the residual stream is repeated.
-D is the size of a head.
+heads, 4H/tp columns of the FFN and V/tp rows of the vocabulary.  The residual stream is a list of
+N = B * T tokens, (N, H), the same on all tp ranks or, under sequence parallelism, (N/tp, H), a rank
+its own.  D is the size of a head.
 
-Dropout follows what is split: on the residual stream all tp ranks draw the same mask, on their own
-heads each draws its own.  Recomputation gets the random stream's state back, and so the masks.
+Dropout follows what is split: where all tp ranks hold the same they draw the same mask, on heads
+and tokens of their own each draws its own.  Recomputation gets the random stream's state back, and
+so the masks.
 
 Tests: tests/test_model.py.
 """
@@ -25,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from nanogeex.config import ModelConfig, TrainConfig
@@ -32,11 +35,14 @@ from nanogeex.mesh import Mesh
 from nanogeex.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
-    copy_to_tp,
+    column_products,
+    dropout,
+    enter_tp,
     own_randomness,
-    vocab_parallel_cross_entropy,
 )
+from nanogeex.vocab_parallel import VocabParallelEmbedding, head_cross_entropy
+
+LAYERNORM_TOKENS = 4096                     # in fp32 at a time, in backward
 
 
 class KeysValues(NamedTuple):
@@ -48,8 +54,8 @@ class KeysValues(NamedTuple):
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), by way of silu: one kernel forward and one backward."""
-    return F.silu(1.702 * x) / 1.702
+    """x * sigmoid(1.702 x), by way of silu, in x's memory: the widest tensors of a block."""
+    return F.silu(x.mul_(1.702)).div_(1.702)
 
 
 class LayerNorm(nn.Module):
@@ -64,13 +70,43 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = x.dtype if self.low_precision else torch.float32
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, 1e-5).to(x.dtype)
+        if self.low_precision or x.dtype == torch.float32:
+            return _layernorm(x, self.weight, self.bias)
+        return _LayerNormInFP32.apply(x, self.weight, self.bias)
+
+
+class _LayerNormInFP32(Function):
+    """Of 16-bit tokens.  torch computes forward in fp32, but adds up the weights' gradients in 16
+    bits (off by 4% after 2,000 tokens of bf16, on a CPU), so backward is done again in fp32: some
+    tokens at a time, since copies of all of them would be a block's largest tensors."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight, bias)
+        return _layernorm(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        dx = torch.empty_like(gradient)
+        totals = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+        pieces = (tensor.split(LAYERNORM_TOKENS) for tensor in (x, gradient, dx))
+        for part, d, out in zip(*pieces, strict=True):
+            inputs = [tensor.float().detach().requires_grad_() for tensor in (part, *parameters)]
+            with torch.enable_grad():
+                y = _layernorm(*inputs)
+            found, *more = torch.autograd.grad(y, inputs, d.float())
+            out.copy_(found)
+            torch._foreach_add_(totals, more)
+        return dx, *(total.to(x.dtype) for total in totals)
+
+
+def _layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
 
 
 class PositionEmbedding(nn.Module):
-    """One row a position, repeated on all ranks: positions (..., T) -> (..., T, H)."""
+    """One row a position, repeated on all ranks: positions (N) -> (N, H)."""
 
     TP_DIM = {"weight": None}
 
@@ -83,34 +119,34 @@ class PositionEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """(B, T, H) -> (B, T, H), a summand of each rank: the caller finishes `dense`."""
+    """`batch` sequences, (N or N/tp, H) -> (N, H), a summand: the caller finishes `dense`."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, dropout: float):
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: "Options"):
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.sequence_parallel = options.attention_dropout, options.sequence_parallel
         hidden = config.hidden_size
         self.mesh, self.head_size = mesh, hidden // config.num_attention_heads
         self.query = ColumnParallelLinear(hidden, hidden, mesh)
         self.key = ColumnParallelLinear(hidden, hidden, mesh)
         self.value = ColumnParallelLinear(hidden, hidden, mesh)
-        self.dense = RowParallelLinear(hidden, hidden, mesh)
-        self.joined = None                  # key, value and query in one, see inference_form.py
+        self.dense = RowParallelLinear(hidden, hidden, mesh, self.sequence_parallel)
+        self.joined = None                  # query, key, value in one: see inference_form.py
 
-    def heads(self, x: Tensor) -> Tensor:               # (B, T, H/tp) -> (B, heads/tp, T, D)
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+    def heads(self, x: Tensor, batch: int) -> Tensor:   # (B T, H/tp) -> (B, heads/tp, T, D)
+        return x.unflatten(-1, (-1, self.head_size)).unflatten(0, (batch, -1)).transpose(1, 2)
 
-    def forward(self, x: Tensor, query: Tensor | None, cache: KeysValues | None,
+    def forward(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
                 start: int) -> Tensor:
-        x = copy_to_tp(x, self.mesh)                                    # f, once for q, k and v
-        asks = x if query is None else copy_to_tp(query, self.mesh)     # (B or 1, T, H)
         if self.joined is None:
-            k, v, q = self.key(x), self.value(x), self.query(asks)
+            layers = [self.query, self.key, self.value] if query is None else [self.key, self.value]
+            *q, k, v = column_products(x, layers, self.mesh, self.sequence_parallel)
         else:
-            k, v, *q = self.joined(x).split(self.dense.weight.shape[1], -1)
-            q = q[0] if q else self.query(asks)
-        q, k, v = self.heads(q), self.heads(k), self.heads(v)
-        q = q.expand(x.shape[0], -1, -1, -1)                            # (B, heads/tp, T, D)
-        stop = start + x.shape[1]
+            *q, k, v = self.joined(x).split(self.dense.weight.shape[1], -1)
+        if query is not None:
+            q = column_products(query, [self.query], self.mesh)
+        k, v = self.heads(k, batch), self.heads(v, batch)               # (B, heads/tp, T, D)
+        q = self.heads(q[0], len(q[0]) // k.shape[2]).expand(batch, -1, -1, -1)
+        stop = start + k.shape[2]
         if cache is not None:
             cache.keys[:, :, start:stop], cache.values[:, :, start:stop] = k, v
             k, v = cache.keys[:, :, :stop], cache.values[:, :, :stop]   # (B, heads/tp, stop, D)
@@ -119,25 +155,26 @@ class Attention(nn.Module):
             mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start)
         elif start and cache.seen is not None:                          # a token a row
             mask = cache.seen[..., :stop]
-        dropout = self.dropout if self.training else 0.0
-        with own_randomness(self.mesh) if dropout else nullcontext():
+        probability = self.dropout if self.training else 0.0
+        with own_randomness(self.mesh) if probability else nullcontext():
             y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=start == 0)
-        return self.dense.partial(y.transpose(1, 2).flatten(2))         # (B, T, H/tp) -> (B, T, H)
+                q, k, v, attn_mask=mask, dropout_p=probability, is_causal=start == 0)
+        return self.dense.partial(y.transpose(1, 2).flatten(2).flatten(0, 1))       # (N, H/tp)
 
 
 class MLP(nn.Module):
-    """(B, T, H) -> (B, T, H), a summand of each rank: the caller finishes `dense_4h_to_h`."""
+    """(N or N/tp, H) -> (N, H), a summand of each rank: the caller finishes `dense_4h_to_h`."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh):
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: "Options"):
         super().__init__()
-        self.mesh = mesh
-        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, 4 * config.hidden_size, mesh)
-        self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, mesh)
+        self.mesh, self.sequence_parallel = mesh, options.sequence_parallel
+        hidden = config.hidden_size
+        self.dense_h_to_4h = ColumnParallelLinear(hidden, 4 * hidden, mesh)
+        self.dense_4h_to_h = RowParallelLinear(4 * hidden, hidden, mesh, self.sequence_parallel)
 
-    def forward(self, x: Tensor) -> Tensor:             # (B, T, H) -> (B, T, 4H/tp) -> (B, T, H)
-        y = fast_gelu(self.dense_h_to_4h(copy_to_tp(x, self.mesh)))
-        return self.dense_4h_to_h.partial(y)
+    def forward(self, x: Tensor) -> Tensor:             # (N, H) -> (N, 4H/tp) -> (N, H)
+        y, = column_products(x, [self.dense_h_to_4h], self.mesh, self.sequence_parallel)
+        return self.dense_4h_to_h.partial(fast_gelu(y))
 
 
 @dataclass(frozen=True)
@@ -148,6 +185,7 @@ class Options:
     recompute: str = "none"
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    sequence_parallel: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Options":
@@ -155,7 +193,8 @@ class Options:
 
 
 class Block(nn.Module):
-    """(B, T, H) -> (B, T, H), repeated on all tp ranks; a `query` (1, T, H) makes it top-query.
+    """(N or N/tp, H) -> the same, N tokens of `batch` sequences; a `query`, (T, H) for all of them
+    or (N, H), makes it top-query.
 
     What recomputation keeps (arXiv:2205.05198), and the all-reduces that it runs again:
 
@@ -166,17 +205,18 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: Options):
         super().__init__()
+        self.mesh, self.sequence_parallel = mesh, options.sequence_parallel
         self.recompute, self.dropout = options.recompute, options.hidden_dropout
         self.draws = options.hidden_dropout > 0 or options.attention_dropout > 0
         ln_fp16 = options.ln_fp16
         self.input_layernorm = LayerNorm(config.hidden_size, ln_fp16)
-        self.attention = Attention(config, mesh, options.attention_dropout)
+        self.attention = Attention(config, mesh, options)
         self.post_attention_layernorm = LayerNorm(config.hidden_size, ln_fp16)
-        self.mlp = MLP(config, mesh)
+        self.mlp = MLP(config, mesh, options)
 
-    def forward(self, x: Tensor, query: Tensor | None = None, cache: KeysValues | None = None,
-                start: int = 0) -> Tensor:
-        return self.region("full", self.block, x, query, cache, start)
+    def forward(self, x: Tensor, batch: int, query: Tensor | None = None,
+                cache: KeysValues | None = None, start: int = 0) -> Tensor:
+        return self.region("full", self.block, x, batch, query, cache, start)
 
     def region(self, kind: str, run: Callable[..., Tensor], *inputs) -> Tensor:
         """run(*inputs), and once more in backward if this kind of recomputation is asked for."""
@@ -184,16 +224,20 @@ class Block(nn.Module):
             return run(*inputs)
         return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=self.draws)
 
-    def block(self, x: Tensor, query: Tensor | None, cache: KeysValues | None,
+    def block(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
               start: int) -> Tensor:
-        y = self.region("selective", self.attend, x, query, cache, start)           # summands
-        x = x + F.dropout(self.attention.dense.finish(y), self.dropout, self.training)
+        y = self.region("selective", self.attend, x, batch, query, cache, start)    # summands
+        x = self.drop(self.attention.dense.finish(y)).add_(x)
         y = self.region("selective", self.feed_forward, x)                          # summands
-        return x + F.dropout(self.mlp.dense_4h_to_h.finish(y), self.dropout, self.training)
+        return self.drop(self.mlp.dense_4h_to_h.finish(y)).add_(x)
 
-    def attend(self, x: Tensor, query: Tensor | None, cache: KeysValues | None,
+    def drop(self, x: Tensor) -> Tensor:
+        probability = self.dropout if self.training else 0.0
+        return dropout(x, probability, self.mesh, self.sequence_parallel)
+
+    def attend(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
                start: int) -> Tensor:
-        return self.attention(self.input_layernorm(x), query, cache, start)
+        return self.attention(self.input_layernorm(x), batch, query, cache, start)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.post_attention_layernorm(x))
@@ -206,8 +250,10 @@ class CodeGeeX(nn.Module):
         super().__init__()
         options = options or Options()
         self.config, self.mesh, self.dropout = config, mesh, options.hidden_dropout
+        self.sequence_parallel = options.sequence_parallel and mesh.tp > 1
         hidden, positions = config.hidden_size, config.seq_length
-        self.word_embeddings = VocabParallelEmbedding(config.padded_vocab_size, hidden, mesh)
+        self.word_embeddings = VocabParallelEmbedding(
+            config.padded_vocab_size, hidden, mesh, self.sequence_parallel)
         self.position_embeddings = PositionEmbedding(positions, hidden)
         self.layers = nn.ModuleList(
             Block(config, mesh, options) for _ in range(config.num_layers))
@@ -225,21 +271,28 @@ class CodeGeeX(nn.Module):
         in fp32, repeated on all tp ranks; weight 0 masks a target.  With a `cache` that holds
         `start` tokens, ids are the tokens from there on, and join them; where rows begin with
         padding, `positions` (B, T) tells theirs."""
+        batch, length = ids.shape
         if positions is None:
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+            positions = torch.arange(start, start + length, device=ids.device)      # (T)
+        positions = positions.flatten()                 # of the top-query block, (T or N)
+        mine = positions.repeat(ids.numel() // len(positions))      # (N), of this rank's stream
+        if self.sequence_parallel:
+            mine = mine.chunk(self.mesh.tp)[self.mesh.tp_rank]                      # (N/tp)
         caches = cache or [None] * (len(self.layers) + 1)
-        x = self.word_embeddings(ids) + self.position_embeddings(positions)         # (B, T, H)
-        x = F.dropout(x, self.dropout, self.training)
+        x = self.word_embeddings(ids.flatten()) + self.position_embeddings(mine)
+        probability = self.dropout if self.training else 0.0
+        x = dropout(x, probability, self.mesh, self.sequence_parallel)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cache=caches[i], start=start)
-        query = self.top_query_embeddings(positions)                        # (B or 1, T, H)
-        x = self.top_query_layer(self.final_layernorm(x), query, caches[-1], start)
-        x = x[:, -1:] if last else x
-        logits = F.linear(copy_to_tp(x, self.mesh), self.word_embeddings.weight)    # (B, T, V/tp)
+            x = layer(x, batch, cache=caches[i], start=start)
+        query = self.top_query_embeddings(positions)                            # (T or N, H)
+        x = self.top_query_layer(self.final_layernorm(x), batch, query, caches[-1], start)
+        x = enter_tp(x, self.mesh, self.sequence_parallel)                          # (N, H)
+        if last:
+            x = x.unflatten(0, (batch, length))[:, -1]                              # (B, H)
         if targets is None:
-            return logits
-        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), targets.flatten(), self.mesh)
-        return (losses * weights.flatten()).sum()                                   # (B T) -> ()
+            return F.linear(x, self.word_embeddings.weight).unflatten(0, (batch, -1))
+        losses = head_cross_entropy(x, self.word_embeddings.weight, targets.flatten(), self.mesh)
+        return (losses * weights.flatten()).sum()                                   # (N) -> ()
 
     def empty_cache(self, batch: int, length: int, dtype: torch.dtype) -> list[KeysValues]:
         """Room for the keys and values of `length` tokens, a pair a block."""

@@ -90,6 +90,20 @@ def adamw(shards: dict[str, Tensor], config: TrainConfig) -> torch.optim.AdamW:
 
 
 @torch.no_grad()
+def sum_over_tp(gradients: dict[str, Tensor], table: dict[str, Split], mesh: Mesh) -> None:
+    """Sequence parallelism: a tp rank's gradient of what all of them hold comes from its tokens
+    only.  Adds these up, in place, by one all-reduce a step."""
+    partial = [gradient for name, gradient in gradients.items() if table[name].dim is None]
+    if mesh.tp == 1:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in partial])
+    dist.all_reduce(flat, group=mesh.tp_group)
+    totals = flat.split([gradient.numel() for gradient in partial])
+    for gradient, total in zip(partial, totals, strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+@torch.no_grad()
 def gradient_norm(gradients: dict[str, Tensor], table: dict[str, Split], mesh: Mesh) -> float:
     """Norm of the whole gradient from every rank's pieces of it; the same number on all ranks."""
     norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()     # one a piece

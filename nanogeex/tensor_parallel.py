@@ -12,9 +12,18 @@ partial sums.  g adds them up: all-reduce forward, identity backward.  f is its 
 forward, all-reduce backward, since a rank's dL/dx comes from its own columns only.  The row bias is
 added after g: before it, it would be added tp times.
 
+Sequence parallelism (arXiv:2205.05198): an all-reduce is a reduce-scatter and an all-gather, and
+what lies between them, LayerNorm, dropout, residual, works token by token.  So g leaves each rank
+its own N/tp tokens and f brings all N together: the same bytes, 1/tp of the activations kept.
+
+               f                                g
+      forward  copy, or all-gather              all-reduce, or reduce-scatter
+      backward all-reduce, or reduce-scatter    copy, or all-gather
+
 Weights are plain local tensors.  A layer's TP_DIM says along which dimension of the whole tensor a
-rank's piece is cut; None is a tensor that every rank holds whole.  Letters: B batch, T tokens, H
-hidden, V vocabulary, N = B * T.
+rank's piece is cut; None is a tensor that every rank holds whole, and whose gradient is, under
+sequence parallelism, a summand: from this rank's tokens.  Letters: N tokens of a micro-batch, H
+hidden, I inputs, O outputs.
 
 Tests: tests/test_tensor_parallel.py.
 """
@@ -31,40 +40,127 @@ from torch.autograd import Function
 from nanogeex.mesh import Mesh
 
 
-class _CopyToTP(Function):
+def _all_gather(x: Tensor, mesh: Mesh) -> Tensor:          # (N/tp, H) -> (N, H)
+    whole = x.new_empty(x.shape[0] * mesh.tp, *x.shape[1:])
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)    # since torch 2.13
+    gather(whole, x.contiguous(), group=mesh.tp_group)
+    return whole
+
+
+def _start_sum(x: Tensor, mesh: Mesh, sequence_parallel: bool) -> tuple[Tensor, dist.Work]:
+    """Begin to add up (N, H) over tp: into x itself or, for this rank's tokens, (N/tp, H)."""
+    x = x.contiguous()
+    if not sequence_parallel:
+        return x, dist.all_reduce(x, group=mesh.tp_group, async_op=True)
+    part = x.new_empty(x.shape[0] // mesh.tp, *x.shape[1:])
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)    # since 2.13
+    return part, scatter(part, x, group=mesh.tp_group, async_op=True)
+
+
+def _sum(x: Tensor, mesh: Mesh, sequence_parallel: bool) -> Tensor:
+    total, work = _start_sum(x, mesh, sequence_parallel)
+    work.wait()
+    return total
+
+
+class _EnterTP(Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, mesh, sequence_parallel):
+        ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
+        return _all_gather(x, mesh) if sequence_parallel else x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):                        # partial on each rank
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)      # whole, repeated
-        return gradient, None
+        return _sum(gradient, ctx.mesh, ctx.sequence_parallel), None, None
 
 
-class _ReduceFromTP(Function):
+class _LeaveTP(Function):
     @staticmethod
-    def forward(ctx, x, group):                         # partial on each rank
-        x = x.contiguous()
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)                 # whole, repeated
-        return x
+    def forward(ctx, x, mesh, sequence_parallel):       # partial on each rank
+        ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
+        total = _sum(x, mesh, sequence_parallel)
+        if total is x:
+            ctx.mark_dirty(x)
+        return total
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None
+        return _all_gather(gradient, ctx.mesh) if ctx.sequence_parallel else gradient, None, None
 
 
-def copy_to_tp(x: Tensor, mesh: Mesh) -> Tensor:
-    """f: into the region where a rank holds its own columns; once for all products of an input."""
-    return x if mesh.tp == 1 else _CopyToTP.apply(x, mesh.tp_group)
+def enter_tp(x: Tensor, mesh: Mesh, sequence_parallel: bool = False) -> Tensor:
+    """f: into the region where a rank holds its own columns of all tokens."""
+    return x if mesh.tp == 1 else _EnterTP.apply(x, mesh, sequence_parallel)
 
 
-def reduce_from_tp(x: Tensor, mesh: Mesh) -> Tensor:
+def leave_tp(x: Tensor, mesh: Mesh, sequence_parallel: bool = False) -> Tensor:
     """g: out of it again, the partial sums added up."""
-    return x if mesh.tp == 1 else _ReduceFromTP.apply(x, mesh.tp_group)
+    return x if mesh.tp == 1 else _LeaveTP.apply(x, mesh, sequence_parallel)
+
+
+class _ColumnProducts(Function):
+    """f and the products that share it.  By hand, since autograd would hold a whole input gradient
+    for each product, and would send their sum only when the weights' gradients are done, too."""
+
+    @staticmethod
+    def forward(ctx, x, mesh, sequence_parallel, *parameters):
+        x = _all_gather(x, mesh) if sequence_parallel else x                    # (N, I)
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, *pair) for pair in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx, *gradients):                                              # (N, O/tp) each
+        x, *weights = ctx.saved_tensors
+        dx, work = gradients[0] @ weights[0], None                              # (N, I), partial
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            dx.addmm_(gradient, weight)
+        if ctx.mesh.tp > 1:
+            dx, work = _start_sum(dx, ctx.mesh, ctx.sequence_parallel)
+        parameters = [part for gradient in gradients for part in (gradient.T @ x, gradient.sum(0))]
+        if work is not None:
+            work.wait()                                 # it went on beside the weights' products
+        return dx, None, None, *parameters
+
+
+def column_products(x: Tensor, layers: list["ColumnParallelLinear"], mesh: Mesh,
+                    sequence_parallel: bool = False) -> tuple[Tensor, ...]:
+    """f, once, and the products of several layers: (N or N/tp, I) -> (N, O/tp) each."""
+    sequence_parallel = sequence_parallel and mesh.tp > 1
+    if not x.requires_grad:                             # inference: layers may be of another class
+        x = enter_tp(x, mesh, sequence_parallel)
+        return tuple(layer(x) for layer in layers)
+    parameters = [part for layer in layers for part in (layer.weight, layer.bias)]
+    return _ColumnProducts.apply(x, mesh, sequence_parallel, *parameters)
+
+
+class _Dropout(Function):
+    """Keeps a seed, not a mask of (N, H): backward draws the mask again."""
+
+    @staticmethod
+    def forward(ctx, x, probability, seed):
+        ctx.probability, ctx.seed = probability, seed
+        return _mask(x, probability, seed).mul_(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _mask(gradient, ctx.probability, ctx.seed).mul_(gradient), None, None
+
+
+def _mask(x: Tensor, probability: float, seed: int) -> Tensor:
+    generator = torch.Generator(x.device).manual_seed(seed)
+    kept = torch.empty_like(x).bernoulli_(1 - probability, generator=generator)
+    return kept.div_(1 - probability)
+
+
+def dropout(x: Tensor, probability: float, mesh: Mesh, sequence_parallel: bool) -> Tensor:
+    """The same mask on all tp ranks where x is repeated; where each has tokens of its own, others.
+    """
+    if probability == 0:
+        return x
+    seed = torch.randint(2**62, ()).item()              # of the stream that all tp ranks share
+    return _Dropout.apply(x, probability, seed + (mesh.tp_rank if sequence_parallel else 0))
 
 
 @contextmanager
@@ -84,7 +180,7 @@ def split(size: int, mesh: Mesh) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b, the outputs split: (..., I) -> (..., O/tp).  The caller applies f to x."""
+    """y = x W^T + b, the outputs split: (..., I) -> (..., O/tp).  `column_products` runs it."""
 
     TP_DIM = {"weight": 0, "bias": 0}
 
@@ -98,83 +194,23 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = g(x W^T) + b, the inputs split: (..., I/tp) -> (..., O), repeated on all ranks.
+    """y = g(x W^T) + b, the inputs split: (N, I/tp) -> (N, O), repeated on all ranks, or (N/tp, O).
 
     In two halves, so that recomputation can end between them, before the all-reduce."""
 
     TP_DIM = {"weight": 1, "bias": None}
 
-    def __init__(self, inputs: int, outputs: int, mesh: Mesh):
+    def __init__(self, inputs: int, outputs: int, mesh: Mesh, sequence_parallel: bool = False):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.sequence_parallel = mesh, sequence_parallel
         self.weight = nn.Parameter(torch.empty(outputs, split(inputs, mesh)))   # (O, I/tp)
         self.bias = nn.Parameter(torch.empty(outputs))                          # (O)
 
     def partial(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)                     # (..., I/tp) -> (..., O), a summand
+        return F.linear(x, self.weight)                     # (N, I/tp) -> (N, O), a summand
 
     def finish(self, partial: Tensor) -> Tensor:
-        return reduce_from_tp(partial, self.mesh) + self.bias
+        return leave_tp(partial, self.mesh, self.sequence_parallel).add_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.finish(self.partial(x))
-
-
-class VocabParallelEmbedding(nn.Module):
-    """A table's rows by id, the rows split: ids (...) -> (..., H), repeated on all ranks."""
-
-    TP_DIM = {"weight": 0}
-
-    def __init__(self, rows: int, width: int, mesh: Mesh):
-        super().__init__()
-        self.mesh = mesh
-        self.weight = nn.Parameter(torch.empty(split(rows, mesh), width))       # (V/tp, H)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        if self.mesh.tp == 1:
-            return F.embedding(ids, self.weight)
-        local, elsewhere = local_ids(ids, self.weight.shape[0], self.mesh)
-        mine = F.embedding(local, self.weight).masked_fill(elsewhere[..., None], 0.0)
-        return reduce_from_tp(mine, self.mesh)          # of each id, one rank's row is not zero
-
-
-def local_ids(ids: Tensor, rows: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """ids -> this rank's row numbers, and which ids other ranks hold; those get row 0.  An id that
-    no rank holds stays out of range on every rank, and the look-up that follows raises."""
-    local = ids - mesh.tp_rank * rows
-    elsewhere = ((local < 0) | (local >= rows)) & (ids >= 0) & (ids < rows * mesh.tp)
-    return local.masked_fill(elsewhere, 0), elsewhere
-
-
-class _VocabParallelCrossEntropy(Function):
-    @staticmethod
-    def forward(ctx, logits, targets, mesh):
-        logits = logits.float()                                             # (N, V/tp)
-        peak = logits.amax(-1)                                              # (N)
-        if mesh.tp > 1:
-            dist.all_reduce(peak, dist.ReduceOp.MAX, group=mesh.tp_group)   # over all of V
-        logits = logits - peak[:, None]                                     # exp() cannot overflow
-        local, elsewhere = local_ids(targets, logits.shape[1], mesh)
-        at_target = logits.gather(1, local[:, None]).squeeze(1).masked_fill(elsewhere, 0.0)
-        exponentials = logits.exp_()                                        # (N, V/tp)
-        sums = torch.stack([at_target, exponentials.sum(-1)])               # (2, N), partial
-        if mesh.tp > 1:
-            dist.all_reduce(sums, group=mesh.tp_group)                      # over all of V
-        at_target, total = sums
-        softmax = exponentials.div_(total[:, None])                         # (N, V/tp)
-        ctx.save_for_backward(softmax, local, elsewhere)
-        return total.log() - at_target                                      # (N), repeated
-
-    @staticmethod
-    def backward(ctx, gradient):                                            # (N), repeated
-        softmax, local, elsewhere = ctx.saved_tensors
-        one = (~elsewhere).to(softmax.dtype)
-        softmax.scatter_add_(1, local[:, None], -one[:, None])              # softmax - onehot
-        return softmax.mul_(gradient[:, None]), None, None                  # in place: runs once
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh) -> Tensor:
-    """-log softmax(logits)[target] in fp32, the logits split over the vocabulary, never gathered:
-    two all-reduces, of N and 2N numbers.  logits (N, V/tp), targets (N) -> losses (N), repeated.
-    A target outside the vocabulary raises on every rank."""
-    return _VocabParallelCrossEntropy.apply(logits, targets, mesh)

@@ -16,6 +16,10 @@ each, so that they stay sharded; the last backward drops the weights:
 dp = 1 has nothing to shard and is not wrapped.  There a 16-bit copy of the model computes, and its
 gradients are added to the masters': the same arithmetic.
 
+`reshard_after_forward` makes it ZeRO-3: a block drops its weights after each forward and each
+backward and gathers them again for the next, so that a rank holds a block or two at a time, for
+two gathers a micro-batch instead of one a window.
+
 Tests: tests/test_train_step.py.
 """
 
@@ -34,18 +38,21 @@ from nanogeex.parameters import Split, piece
 
 
 def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,
-          reduce_dtype: torch.dtype = torch.float32) -> nn.Module:
+          reduce_dtype: torch.dtype = torch.float32,
+          reshard_after_forward: bool = False) -> nn.Module:
     """Cut `model`, built on the meta device, over dp and give it memory, not yet filled.  Returns
     the module that computes, in `dtype`; `model` keeps the fp32 masters."""
     if mesh.dp > 1:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
         for module in [*model.layers, model.top_query_layer, model]:    # each gathers as one
-            fully_shard(module, mesh=mesh.dp_mesh(), reshard_after_forward=False, mp_policy=policy)
+            fully_shard(module, mesh=mesh.dp_mesh, mp_policy=policy,      # root: head comes last
+                        reshard_after_forward=reshard_after_forward and module is not model)
     model.to_empty(device=mesh.device)
     if mesh.dp > 1 or dtype == torch.float32:
         return model
-    compute = deepcopy(model, memo={id(mesh): mesh}).to(dtype)
+    compute = deepcopy(model, memo={id(mesh): mesh})
     for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
+        weight.data = weight.data.to(dtype)
         weight.register_post_accumulate_grad_hook(partial(_add_to_master, master))
     return compute
 
@@ -68,10 +75,11 @@ def _add_to_master(master: Tensor, weight: Tensor) -> None:
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
-def micro_batch(model: nn.Module, compute: nn.Module, first: bool, last: bool) -> None:
+def micro_batch(model: nn.Module, compute: nn.Module, first: bool, last: bool,
+                reshard_after_forward: bool = False) -> None:
     """Before each forward of a window: the first gathers weights, the last backward drops them."""
     if isinstance(compute, FSDPModule):
-        compute.set_reshard_after_backward(last)
+        compute.set_reshard_after_backward(last or reshard_after_forward)
         compute.set_is_last_backward(last)
     elif first:
         refresh(model, compute)

@@ -7,6 +7,7 @@ that are not this tool's are handed to it.
 
 import argparse
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from nanogeex.model import CodeGeeX
 from nanogeex.parameters import split_table
 from tests.programs import metrics
 
-TOPOLOGIES = ["2x1", "1x2", "2x2", "4x1", "1x4", "1x8", "3x1", "3x2"]
+TOPOLOGIES = ["2x1", "1x2", "2x2", "4x1", "1x4", "1x8", "3x1", "3x2", "2x4sp",
+              "2x2spz3"]
 SHAPE = ["--hidden-size", "64", "--seq-length", "64", "--vocab-size", "1000", "--lr", "2e-3",
          "--global-batch-size", "7", "--micro-batch-size", "3", "--eval-iters", "1"]
 
@@ -63,6 +65,13 @@ def run(dp: int, tp: int, argv: list[str], out: Path) -> tuple[dict, dict]:
     return metrics(out), weights
 
 
+def place(topology: str, argv: list[str]) -> tuple[int, int, list[str]]:
+    """dp, tp and flags of "2x4", "2x4sp", "2x4spz3"."""
+    dp, tp, split, dropped = re.fullmatch(r"(\d+)x(\d+)(sp)?(z3)?", topology).groups()
+    flags = ["--sequence-parallel"] if split else []
+    return int(dp), int(tp), argv + flags + (["--reshard-after-forward"] if dropped else [])
+
+
 def differences(mine: tuple[dict, dict], true: tuple[dict, dict]) -> tuple:
     """Of two runs: loss of a step, norm of a step (relative), final weight, and which; the largest
     of each."""
@@ -80,7 +89,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=30)
     options.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "fp16"])
-    options.add_argument("--topologies", nargs="+", metavar="DPxTP", default=TOPOLOGIES)
+    options.add_argument("--topologies", nargs="+", metavar="DPxTP[sp][z3]", default=TOPOLOGIES,
+                         help="sp: --sequence-parallel; z3: --reshard-after-forward")
     options, flags = options.parse_known_args()             # the others are train.py's
     began = time.time()
     print(f"{options.steps} steps, against one process")
@@ -92,8 +102,7 @@ def main() -> None:
                     "--precision", precision, *flags]
             true = run(1, 1, argv, Path(folder) / precision)
             for topology in options.topologies:
-                dp, tp = map(int, topology.split("x"))
-                mine = run(dp, tp, argv, Path(folder) / f"{precision}-{topology}")
+                mine = run(*place(topology, argv), Path(folder) / f"{precision}-{topology}")
                 loss, norm, weight, name = differences(mine, true)
                 print(f"{precision:<9}  {topology:<7} {loss:12.1e}   {norm:10.1e}   "
                       f"{weight:14.1e}, {name}", flush=True)

@@ -69,7 +69,8 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[CodeGeeX, nn.Module, dict, d
         model = CodeGeeX(config, mesh, Options.of(config))
     table = split_table(model)
     compute = zero.shard(
-        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype])
+        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype],
+        config.reshard_after_forward)
     zero.fill(model, table, mesh, lambda name, shape: random_weight(name, shape, config))
     shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
     return model, compute, shards, table

@@ -62,8 +62,7 @@ def test_same_ids_at_every_tp(tp, sampling, lookup):
 
 def test_samples_of_a_prompt_differ_and_are_prefilled_once():
     model, lengths = ready(Mesh()), []
-    model.word_embeddings.register_forward_hook(
-        lambda module, inputs, x: lengths.append(x.shape[:2]))
+    model.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape))
     samples = [Sample(PROMPT, 3, seed) for seed in range(5)]
     list(generate(model, samples, Sampling(1.0), -1, Mesh()))
     assert lengths == [(1, 4), (5, 1), (5, 1)]
@@ -72,7 +71,7 @@ def test_samples_of_a_prompt_differ_and_are_prefilled_once():
 
 def test_who_has_ended_leaves_the_batch():
     model, rows = ready(Mesh()), []
-    model.word_embeddings.register_forward_hook(lambda module, inputs, x: rows.append(len(x)))
+    model.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
     samples = [Sample(PROMPT, limit, 0) for limit in (0, 2, 5, 3)]
     list(generate(model, samples, Sampling(), -1, Mesh()))
     assert rows == [1, 3, 2, 1, 1]

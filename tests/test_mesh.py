@@ -21,7 +21,7 @@ def neighbours(mesh):
         found.append(dist.get_process_group_ranks(group))
         options = group._get_backend(torch.device("cpu")).options
         assert options._timeout == timedelta(seconds=60)            # new groups do not inherit it
-    assert mesh.dp_mesh().mesh.tolist() == found[3]
+    assert mesh.dp_mesh.mesh.tolist() == found[3]
     assert mesh.tp_dp_mesh("cpu").mesh.tolist() == [[0, 2, 4], [1, 3, 5]]
     return found
 

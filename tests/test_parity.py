@@ -17,8 +17,8 @@ def prepared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision, topologies, loss, weight", [
-    ("fp32", ["1x2", "3x1", "5x1", "2x2"], 2e-5, 1e-4),
-    ("bf16", ["2x2"], 2e-2, 1), ("fp16", ["2x2"], 2e-2, 1)])
+    ("fp32", ["1x2", "3x1", "5x1", "2x2", "1x4sp", "3x2spz3"], 2e-5, 1e-4),
+    ("bf16", ["2x2", "2x2sp"], 2e-2, 1), ("fp16", ["2x2", "2x2sp"], 2e-2, 1)])
 def test_same_losses_and_weights(prepared, tmp_path, precision, topologies, loss, weight):
     """A global batch of 7, and the default learning rate: nothing is loosened to compare."""
     argv = [*parity.SHAPE, "--train-iters", "30", "--data", str(prepared), "--lr", "6e-3",
@@ -26,7 +26,6 @@ def test_same_losses_and_weights(prepared, tmp_path, precision, topologies, loss
     true = parity.run(1, 1, argv, tmp_path / "1x1")
     assert true[0][30]["loss"] < true[0][1]["loss"] - 0.5
     for topology in topologies:
-        dp, tp = map(int, topology.split("x"))
-        mine = parity.run(dp, tp, argv, tmp_path / topology)
+        mine = parity.run(*parity.place(topology, argv), tmp_path / topology)
         its_loss, _, its_weight, name = parity.differences(mine, true)
         assert its_loss < loss and its_weight < weight, (topology, its_loss, its_weight, name)

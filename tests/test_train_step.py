@@ -102,7 +102,7 @@ def test_accumulated_gradients_stay_sharded():
     one, eight = (on_ranks(2, 1, peak, "full", 8 // number, number)[0] for number in (1, 8))
     half = one["weights"] / 3                               # weights: this rank's half, and all
     assert eight["gradients"] == pytest.approx(half, rel=0.01)
-    assert eight["activations"] < 0.3 * one["activations"]
+    assert eight["activations"] < 0.35 * one["activations"]
 
 
 def test_low_precision_is_near_fp32():
