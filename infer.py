@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TextIO
 
 from nanogeex.command_line import parse
-from nanogeex.config import InferConfig, UsageError
+from nanogeex.config import UsageError
 from nanogeex.generate import Sample, Sampling, generate
+from nanogeex.infer_config import InferConfig
 from nanogeex.inference_form import inference_form
 from nanogeex.mesh import (
     end_with_parent,

@@ -6,16 +6,35 @@ or, with --tp 1, one .pt file.  Without DST: what SRC is.
 
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from nanogeex.command_line import parse
-from nanogeex.config import DTYPES, ShardConfig
+from nanogeex.config import DTYPES, flag
 from nanogeex.convert import convert, describe
 from nanogeex.mesh import launch
 from nanogeex.sources import find, open_weights
+
+
+@dataclass
+class ShardConfig:
+    source: str = flag(
+        "", "files", "a released .pt file, a directory of its parts, or a training run",
+        positional="SRC")
+    destination: str | None = flag(
+        None, "files", "a directory for the parts or, with --tp 1, a .pt file; left out: SRC is "
+        "described", positional="[DST]")
+
+    tensor_model_parallel_size: int = flag(8, "conversion", "parts to make", low=1, short="--tp")
+    dtype: str | None = flag(
+        None, "conversion", "of all tensors; default: as they are, fp16 for a training run",
+        choices=tuple(DTYPES), type=str)
+    padded_vocab_size: int | None = flag(
+        None, "conversion", "rows of the vocabulary: zeros are added, or the last left out; "
+        "default: as it is, or the next multiple of --tp", low=1, type=int)
 
 
 def main(argv: list[str]) -> None:

@@ -181,7 +181,7 @@ def main(argv: list[str]) -> None:
             logged = now, step
         if step % config.eval_interval == 0 and step < config.train_iters:
             result = evaluate(model, compute, val, size, config, mesh)
-            say(f"step {step} | validation {in_words(result, val)}")
+            say(f"step {step} | validation {report.in_words(result, val)}")
         saver.poll()
         if step % config.save_interval == 0:
             save()
@@ -198,7 +198,7 @@ def main(argv: list[str]) -> None:
         say(f"stopped at step {step} of {config.train_iters} by {signals or 'a signal elsewhere'}; "
             "the same command goes on")
         return
-    result = in_words(evaluate(model, compute, val, size, config, mesh), val)
+    result = report.in_words(evaluate(model, compute, val, size, config, mesh), val)
     if mesh.rank == 0:
         bits = 8 * corpus["gzip_bytes"] / val.bytes if val.bytes else math.nan
         gzip = f"gzip -9 on the same text: {bits:.4f} bits per byte"
@@ -241,13 +241,6 @@ def evaluate(model: nn.Module, compute: nn.Module, val: Windows, micro_batch_siz
     zero.release(compute)
     total, tokens = all_reduce_sum(sums, mesh.dp_group).tolist()
     return total / tokens
-
-
-def in_words(loss: float | None, val: Windows) -> str:
-    if loss is None:
-        return "none, its text is shorter than one sample"
-    bits = loss / math.log(2) * val.tokens / val.bytes
-    return f"loss {loss:.4f}, {bits:.4f} bits per byte"
 
 
 if __name__ == "__main__":

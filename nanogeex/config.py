@@ -1,4 +1,4 @@
-"""Configuration: all that can be set, one dataclass a program, and three presets.
+"""Configuration: all of a training that can be set, and three presets.
 
 A field is written once, with its default, its help and its bounds; its flag, the check and the line
 in `--help` are made from it (command_line.py).  Names are those of Megatron-LM's and CodeGeeX's
@@ -199,90 +199,6 @@ class TrainConfig(ModelConfig):
             raise UsageError("--micro-batch-size auto: measures a device, --dry-run has none; give "
                              "a number")
         check_shape(self, self.tensor_model_parallel_size)
-
-
-@dataclass
-class InferConfig:
-    load: str = flag(
-        "out", "input", "run directory, one of its checkpoints, a released .pt file, or a "
-        "directory of its parts")
-    tokenizer: str | None = flag(
-        None, "input", "directory of CodeGeeX's vocab.json and merges.txt; default: the run's",
-        type=str)
-    num_attention_heads: int | None = flag(
-        None, "input", "of released weights, which do not tell; default: hidden size / 128",
-        low=1, type=int)
-    prompt: list[str] | None = flag(
-        None, "input", "text to continue, several in order (--prompt=TEXT if it begins with a "
-        "dash); default: standard input, as one prompt")
-    prompt_file: str | None = flag(None, "input", "a text file, which is one prompt", type=str)
-    prompts_jsonl: str | None = flag(
-        None, "input", "F.jsonl: an object a line with `prompt`; other keys come back in --output",
-        type=str)
-    prompt_ids: list[str] | None = flag(
-        None, "input", "token ids to continue, as 5,17,300; needs no --tokenizer")
-    num_samples: int = flag(1, "input", "continuations a prompt", low=1)
-
-    out_seq_length: int = flag(
-        256, "sampling", "new tokens, at most; a full context ends it too", low=0)
-    greedy: bool = flag(False, "sampling", "take the likeliest token")
-    temperature: float = flag(0.2, "sampling", "0 is --greedy", low=0)
-    top_k: int = flag(0, "sampling", "choose among the k likeliest; 0: off", low=0)
-    top_p: float = flag(
-        0.95, "sampling", "choose among the likeliest that hold this much; 0 or 1: off",
-        low=0, high=1)
-    seed: int = flag(1234, "sampling", "of the choices", low=0, high=2**63 - 1)
-    end_id: int | None = flag(
-        None, "sampling", "token id to stop before; default: the tokenizer's end of a document",
-        low=0, type=int)
-    stop: list[str] | None = flag(
-        None, "sampling", "strings to stop before, several or one, in the new text")
-
-    output: str | None = flag(
-        None, "output", "F.jsonl: an object a sample, with the prompt's keys, generation, ids, "
-        "finish (end, stop, length or context), tokens, seconds and the sampling", type=str)
-    stream: bool = flag(True, "output", "show text as it is decided, not each sample as a whole")
-
-    micro_batch_size: int = flag(8, "machine", "samples decoded together, at most", low=1)
-    lookup: int = flag(
-        0, "machine", "draft up to N tokens from where the last ones occurred before; the choices "
-        "stay the same; 0: off", low=0, high=1000)
-    precision: str | None = flag(
-        None, "machine", "default: fp32 on the CPU, the weights' own on CUDA",
-        choices=tuple(DTYPES), type=str)
-    quantize: str | None = flag(
-        None, "machine", "int8: the blocks' weights in half the memory of fp16", choices=("int8",),
-        type=str)
-    device: str = flag("auto", "machine", "auto: CUDA where there is some", choices=DEVICES)
-    tensor_model_parallel_size: int | None = flag(
-        None, "machine", "ranks that share the model; default: all that torchrun starts",
-        low=1, type=int, short="--tp")
-    use_cpu_initialization: bool = flag(
-        False, "machine", "accepted, without effect: a rank reads its own slices, in place")
-    timeout: float = flag(
-        300.0, "machine", "seconds that ranks wait for one another before the job fails", above=0)
-
-    def __post_init__(self):
-        if "" in (self.stop or []):
-            raise UsageError("--stop: empty; give the text to stop before")
-
-
-@dataclass
-class ShardConfig:
-    source: str = flag(
-        "", "files", "a released .pt file, a directory of its parts, or a training run",
-        positional="SRC")
-    destination: str | None = flag(
-        None, "files", "a directory for the parts or, with --tp 1, a .pt file; left out: SRC is "
-        "described", positional="[DST]")
-
-    tensor_model_parallel_size: int = flag(8, "conversion", "parts to make", low=1, short="--tp")
-    dtype: str | None = flag(
-        None, "conversion", "of all tensors; default: as they are, fp16 for a training run",
-        choices=tuple(DTYPES), type=str)
-    padded_vocab_size: int | None = flag(
-        None, "conversion", "rows of the vocabulary: zeros are added, or the last left out; "
-        "default: as it is, or the next multiple of --tp", low=1, type=int)
 
 
 # 125m: the smallest model of GPT-3 (arXiv:2005.14165, table 2.1), in blocks of ours.  codegeex-13b:

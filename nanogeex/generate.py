@@ -26,10 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanogeex.config import UsageError
 from nanogeex.lookup import Lookup
 from nanogeex.mesh import Mesh
 from nanogeex.model import CodeGeeX, KeysValues
 from nanogeex.streaming import TextStream
+
+NOT_FINITE, NOT_TAKEN = -1, -2          # in the place of ids
 
 
 @dataclass
@@ -79,9 +82,10 @@ class Sample:
 def choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
     """An id a row of logits (N, V), each by one number of its row's generator.  top_k keeps the k
     likeliest; then top_p the fewest that hold that much (nucleus sampling, arXiv:1904.09751).  The
-    likeliest always stays."""
+    likeliest always stays.  NOT_FINITE where there is none."""
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        top, ids = logits.max(-1)
+        return ids.where(top.isfinite(), NOT_FINITE)
     logits, ids = logits.float().sort(dim=-1, descending=True, stable=True)
     if sampling.top_k > 0:
         logits = logits[:, :sampling.top_k]
@@ -95,7 +99,7 @@ def choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
                        for generator in generators]).to(logits.device)
     at = torch.searchsorted(edges, draws * total, right=True)
     at = at.minimum((edges < total).sum(-1, keepdim=True))      # where the product is rounded up
-    return ids.gather(1, at)[:, 0]
+    return ids.gather(1, at)[:, 0].where(logits[:, 0].isfinite(), NOT_FINITE)
 
 
 def on_rank0_of_tp(logits: Tensor, model: CodeGeeX, mesh: Mesh) -> Tensor:
@@ -109,10 +113,14 @@ def on_rank0_of_tp(logits: Tensor, model: CodeGeeX, mesh: Mesh) -> Tensor:
 
 
 def shared(chosen: Tensor, mesh: Mesh) -> list[int]:
-    """Rank 0's ids, on all ranks."""
+    """Rank 0's ids, on all ranks.  Raises UsageError if there is none to choose."""
     if mesh.tp > 1:
         dist.broadcast(chosen, src=0, group=mesh.tp_group)
-    return chosen.tolist()
+    ids = chosen.tolist()
+    if NOT_FINITE in ids:
+        raise UsageError("the logits are not finite: 16 bits overflow, or the weights are damaged; "
+                         "try --precision bf16 or fp32")
+    return ids
 
 
 def row(cache: list[KeysValues], i: int, padding: int) -> list[KeysValues]:
@@ -203,7 +211,7 @@ def _with_drafts(model: CodeGeeX, sample: Sample, cache: list[KeysValues], longe
         ids = torch.tensor([[sample.ids[-1], *draft]], device=mesh.device)      # (1, T)
         start = len(sample.prompt) + len(sample.ids) - 1
         logits = on_rank0_of_tp(model(ids, cache=cache, start=start)[0], model, mesh)   # (T, V)
-        chosen = torch.full((len(draft) + 1,), -1, device=mesh.device)          # -1: not taken
+        chosen = torch.full((len(draft) + 1,), NOT_TAKEN, device=mesh.device)
         if mesh.rank == 0:
             for i in range(len(chosen)):
                 chosen[i] = choose(logits[i:i + 1], sampling, [generator])[0]

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from nanogeex.config import ModelConfig, TrainConfig
+from nanogeex.layernorm import LayerNorm
 from nanogeex.mesh import Mesh
 from nanogeex.tensor_parallel import (
     ColumnParallelLinear,
@@ -41,8 +41,6 @@ from nanogeex.tensor_parallel import (
     own_randomness,
 )
 from nanogeex.vocab_parallel import VocabParallelEmbedding, head_cross_entropy
-
-LAYERNORM_TOKENS = 4096                     # in fp32 at a time, in backward
 
 
 class KeysValues(NamedTuple):
@@ -56,53 +54,6 @@ class KeysValues(NamedTuple):
 def fast_gelu(x: Tensor) -> Tensor:
     """x * sigmoid(1.702 x), by way of silu, in x's memory: the widest tensors of a block."""
     return F.silu(x.mul_(1.702)).div_(1.702)
-
-
-class LayerNorm(nn.Module):
-    """Over the last dimension, eps 1e-5, in fp32 unless `low_precision`: (..., H) -> (..., H)."""
-
-    TP_DIM = {"weight": None, "bias": None}
-
-    def __init__(self, width: int, low_precision: bool):
-        super().__init__()
-        self.low_precision = low_precision
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.low_precision or x.dtype == torch.float32:
-            return _layernorm(x, self.weight, self.bias)
-        return _LayerNormInFP32.apply(x, self.weight, self.bias)
-
-
-class _LayerNormInFP32(Function):
-    """Of 16-bit tokens.  torch computes forward in fp32, but adds up the weights' gradients in 16
-    bits (off by 4% after 2,000 tokens of bf16, on a CPU), so backward is done again in fp32: some
-    tokens at a time, since copies of all of them would be a block's largest tensors."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight, bias)
-        return _layernorm(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, *parameters = ctx.saved_tensors
-        dx = torch.empty_like(gradient)
-        totals = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
-        pieces = (tensor.split(LAYERNORM_TOKENS) for tensor in (x, gradient, dx))
-        for part, d, out in zip(*pieces, strict=True):
-            inputs = [tensor.float().detach().requires_grad_() for tensor in (part, *parameters)]
-            with torch.enable_grad():
-                y = _layernorm(*inputs)
-            found, *more = torch.autograd.grad(y, inputs, d.float())
-            out.copy_(found)
-            torch._foreach_add_(totals, more)
-        return dx, *(total.to(x.dtype) for total in totals)
-
-
-def _layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
 
 
 class PositionEmbedding(nn.Module):

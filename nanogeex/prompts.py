@@ -20,8 +20,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from nanogeex.config import InferConfig, ModelConfig, UsageError
+from nanogeex.config import ModelConfig, UsageError
 from nanogeex.generate import Sample, Sampling
+from nanogeex.infer_config import InferConfig
 from nanogeex.tokenizer import CodeGeeXTokenizer, CodeTokenizer
 
 

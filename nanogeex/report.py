@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 
 from nanogeex.config import UsageError
+from nanogeex.samples import Windows
 
 # Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; more special names first.
 PEAK_FLOPS = {
@@ -69,3 +70,10 @@ def append(metrics: TextIO, record: dict) -> None:
         raise UsageError(f"--out: {metrics.name}: {error.strerror}; mend that, and the same "
                          "command goes on") from None
 
+
+def in_words(loss: float | None, val: Windows) -> str:
+    """Mean loss a token of `val`, in bits per byte, too: whatever the tokenizer."""
+    if loss is None:
+        return "none, its text is shorter than one sample"
+    bits = loss / math.log(2) * val.tokens / val.bytes
+    return f"loss {loss:.4f}, {bits:.4f} bits per byte"

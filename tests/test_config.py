@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nanogeex.command_line import parse
-from nanogeex.config import InferConfig, TrainConfig, UsageError, default_precision
+from nanogeex.config import TrainConfig, UsageError, default_precision
+from nanogeex.infer_config import InferConfig
 
 
 def train(*argv):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanogeex.config import UsageError
 from nanogeex.generate import Sample, Sampling, choose, generate
 from nanogeex.inference_form import inference_form
 from nanogeex.mesh import Mesh
@@ -187,3 +188,17 @@ def test_equal_logits_are_taken_in_order():
     """Greedy, top-k 1 and temperature near 0 agree on them, too."""
     for sampling in (Sampling(), Sampling(1.0, 1)):
         assert choose(torch.tensor([[1.0, 2.0, 2.0]]), sampling, [torch.Generator()]).item() == 1
+
+
+def of_weights_that_are_not_finite(mesh, sampling, lookup):
+    model = ready(mesh)
+    model.final_layernorm.weight.fill_(torch.nan)
+    with pytest.raises(UsageError, match="not finite"):
+        list(generate(model, [Sample(PROMPT, 5, 0)], sampling, -1, mesh, lookup))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 5, 0.9)])
+@pytest.mark.parametrize("lookup", [0, 4])
+def test_logits_that_are_not_finite_end_it_on_every_rank(sampling, lookup):
+    of_weights_that_are_not_finite(Mesh(), sampling, lookup)
+    on_ranks(2, 2, of_weights_that_are_not_finite, sampling, lookup)

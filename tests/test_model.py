@@ -6,8 +6,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanogeex.config import PRESETS, TrainConfig
+from nanogeex.layernorm import LayerNorm
 from nanogeex.mesh import Mesh
-from nanogeex.model import CodeGeeX, LayerNorm
+from nanogeex.model import CodeGeeX
 from nanogeex.parameters import initial_weight, piece, split_table
 from nanogeex.tensor_parallel import own_randomness
 from tests.ranks import batch, build, on_ranks, random_weight, small_config

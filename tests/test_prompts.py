@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nanogeex.config import InferConfig, ModelConfig, UsageError
+from nanogeex.config import ModelConfig, UsageError
+from nanogeex.infer_config import InferConfig
 from nanogeex.prompts import problem, read_prompts
 from nanogeex.tokenizer import open_tokenizer
 from tests.programs import ROOT, run
