@@ -47,9 +47,11 @@ def random_model(kind: str, mesh: Mesh):
 
 def bytes_a_step(model, batch: int, tokens: int) -> int:
     """Tables of positions are not read, but a row or two."""
-    tables = (model.position_embeddings, model.top_query_embeddings)
+    tables = [model.position_embeddings, model.top_query_embeddings]
+    if hasattr(model.word_embeddings, "packed"):        # a copy of its own is the head
+        tables.append(model.word_embeddings)
     weights = sum(weight.nbytes for weight in model.parameters())
-    weights -= sum(weight.nbytes for table in tables for weight in table.parameters())
+    weights -= sum(table.weight.nbytes for table in tables)
     return weights + sum(block.keys.nbytes + block.values.nbytes for block in model.empty_cache(
         batch, tokens, model.word_embeddings.weight.dtype))
 

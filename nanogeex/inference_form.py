@@ -6,10 +6,12 @@ the memory.  What can be known or joined before the first token is:
       top-query block   its queries see positions only: a table of them, (positions, H/tp), takes
                         the place of the embeddings and of the query projection
       query|key|value   one product of a block's input instead of three
-      fp32 on a CPU     a product with one row goes along the weight's longer side in memory: for
-                        1 x 512 by 512 x 2048, 20 GB/s instead of 11
+      fp32 on a CPU     weights in oneDNN's packed layout: a product of a few rows reads them at the
+                        memory's bandwidth, where BLAS, which packs again each time, is at half of
+                        it for one row and at a fifth for three (`python -m benchmarks.decode`)
 
-The form is for generation; weights are no longer found by their checkpoint's names.
+The head's packed weight is a copy, for looking up needs the rows.  The form is for generation;
+weights are no longer found by their checkpoint's names.
 
 Tests: tests/test_inference_form.py.
 """
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from nanogeex.model import Attention, CodeGeeX, PositionEmbedding
 from nanogeex.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanogeex.vocab_parallel import VocabParallelEmbedding
+
+ROWS = 8                # that the packed layout is made for; others are nearly as fast
 
 
 @torch.no_grad()
@@ -32,9 +36,13 @@ def inference_form(model: CodeGeeX) -> CodeGeeX:
     model.top_query_embeddings, top.query = table, nn.Identity()
     for block in [*model.layers, model.top_query_layer]:
         join(block.attention)
-    for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
-            module.weight = _kept(longer_side_first(module.weight.data))
+    if torch.backends.mkldnn.is_available() and model.mesh.device.type == "cpu":
+        for module in model.modules():
+            if type(module) in PACKED and module.weight.dtype == torch.float32:
+                module.packed = _kept(torch.ops.mkldnn._reorder_linear_weight(module.weight, ROWS))
+                module.__class__ = PACKED[type(module)]
+                if not isinstance(module, PackedHead):
+                    module.weight = None
     return model
 
 
@@ -51,12 +59,28 @@ def join(attention: Attention) -> None:
     attention.joined, attention.key, attention.value = joined, None, None
 
 
-def longer_side_first(weight: Tensor) -> Tensor:
-    """(O, I), stored column by column where columns are longer.  Other dtypes gain nothing."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or (
-            weight.shape[0] <= weight.shape[1]):
-        return weight
-    return weight.t().contiguous().t()
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, (..., I) -> (..., O), of a weight in the packed layout."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+class PackedColumn(ColumnParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return packed_product(x, self.packed, self.bias)
+
+
+class PackedRow(RowParallelLinear):
+    def partial(self, x: Tensor) -> Tensor:
+        return packed_product(x, self.packed, None)
+
+
+class PackedHead(VocabParallelEmbedding):
+    def logits(self, x: Tensor) -> Tensor:
+        return packed_product(x, self.packed, None)
+
+
+PACKED = {ColumnParallelLinear: PackedColumn, RowParallelLinear: PackedRow,
+          VocabParallelEmbedding: PackedHead}
 
 
 def _kept(tensor: Tensor) -> nn.Parameter:

@@ -12,13 +12,15 @@ Tests: tests/test_lookup.py.
 """
 
 MATCH = 3               # tokens that must have occurred before; fewer match by chance
+LONGEST_WAIT = 63
 
 
 class Lookup:
     """The text so far, and where each run of MATCH tokens was last followed by something."""
 
     def __init__(self, ids: list[int], longest: int):
-        self.longest, self.size = longest, min(longest, 4)
+        self.longest, self.size = longest, min(longest, 2)
+        self.wait, self.next = 0, 0             # tokens between drafts; place of the next
         self.ids: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}
         self.extend(ids)
@@ -32,11 +34,15 @@ class Lookup:
     def draft(self) -> list[int]:
         """At most `size` tokens, often none."""
         at = self.after.get(tuple(self.ids[-MATCH:]))
-        return [] if at is None else self.ids[at:at + self.size]
+        if at is None or len(self.ids) < self.next:
+            return []
+        return self.ids[at:at + self.size]
 
     def judge(self, drafted: int, right: int) -> None:
-        """A longer draft after one that was right to its end, a shorter one after one that was not:
-        the text tells how far it repeats itself."""
+        """The text tells how far it repeats itself.  A draft that was right to its end makes the
+        next one longer, another shorter; after one of which nothing was right comes a pause, each
+        time longer, so that drafts cost little where the text is new."""
         if drafted:
-            grown = 2 * self.size if right == drafted else max(1, right)
-            self.size = min(self.longest, grown)
+            self.size = min(self.longest, 2 * self.size) if right == drafted else max(1, right)
+            self.wait = 0 if right else min(LONGEST_WAIT, 2 * self.wait + 1)
+            self.next = len(self.ids) + 1 + self.wait           # 1: the token that came instead

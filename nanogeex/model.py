@@ -77,6 +77,7 @@ class Attention(nn.Module):
         self.dropout, self.sequence_parallel = options.attention_dropout, options.sequence_parallel
         hidden = config.hidden_size
         self.mesh, self.head_size = mesh, hidden // config.num_attention_heads
+        self.width = hidden // mesh.tp                      # of this rank's heads together
         self.query = ColumnParallelLinear(hidden, hidden, mesh)
         self.key = ColumnParallelLinear(hidden, hidden, mesh)
         self.value = ColumnParallelLinear(hidden, hidden, mesh)
@@ -92,7 +93,7 @@ class Attention(nn.Module):
             layers = [self.query, self.key, self.value] if query is None else [self.key, self.value]
             *q, k, v = column_products(x, layers, self.mesh, self.sequence_parallel)
         else:
-            *q, k, v = self.joined(x).split(self.dense.weight.shape[1], -1)
+            *q, k, v = self.joined(x).split(self.width, -1)
         if query is not None:
             q = column_products(query, [self.query], self.mesh)
         k, v = self.heads(k, batch), self.heads(v, batch)               # (B, heads/tp, T, D)
@@ -241,7 +242,7 @@ class CodeGeeX(nn.Module):
         if last:
             x = x.unflatten(0, (batch, length))[:, -1]                              # (B, H)
         if targets is None:
-            return F.linear(x, self.word_embeddings.weight).unflatten(0, (batch, -1))
+            return self.word_embeddings.logits(x).unflatten(0, (batch, -1))
         losses = head_cross_entropy(x, self.word_embeddings.weight, targets.flatten(), self.mesh)
         return (losses * weights.flatten()).sum()                                   # (N) -> ()
 

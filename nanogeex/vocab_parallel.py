@@ -44,6 +44,10 @@ class VocabParallelEmbedding(nn.Module):
         mine = F.embedding(local, self.weight).masked_fill(elsewhere[..., None], 0.0)
         return leave_tp(mine, self.mesh, self.sequence_parallel)    # one rank's row is not zero
 
+    def logits(self, x: Tensor) -> Tensor:
+        """The tied head, inside f: (N, H) -> (N, V/tp)."""
+        return F.linear(x, self.weight)
+
 
 def local_ids(ids: Tensor, rows: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
     """ids -> this rank's row numbers, and which ids other ranks hold; those get row 0.  An id that

@@ -11,6 +11,8 @@ from tests.test_generate import ready
 
 def test_a_draft_is_what_followed_last_time():
     text = Lookup([1, 2, 3, 4, 5, 9, 1, 2, 3], 4)
+    assert text.draft() == [4, 5]
+    text.size = 4
     assert text.draft() == [4, 5, 9, 1]
     text.extend([7])
     assert text.draft() == []
@@ -21,9 +23,20 @@ def test_a_draft_is_what_followed_last_time():
 
 def test_drafts_grow_with_success():
     text = Lookup([1], 9)
-    for drafted, right, size in ((0, 0, 4), (4, 4, 8), (8, 8, 9), (9, 3, 3), (3, 0, 1), (1, 1, 2)):
+    for drafted, right, size in ((0, 0, 2), (2, 2, 4), (4, 4, 8), (8, 8, 9), (9, 3, 3), (3, 0, 1)):
         text.judge(drafted, right)
         assert text.size == size
+
+
+def test_drafts_pause_where_none_is_right():
+    text, asked = Lookup([1] * 4, 9), 0
+    for _ in range(200):
+        asked += bool(draft := text.draft())
+        text.judge(len(draft), 0)
+        text.extend([1])
+    assert asked == 8                                   # after 0, 2, 6, 14, 30, 62, 126, 190 tokens
+    text.judge(1, 1)
+    assert text.wait == 0
 
 
 PERIOD = [11, 12, 13, 14, 15, 16, 17]
