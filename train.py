@@ -217,9 +217,9 @@ def forward_backward(model: nn.Module, compute: nn.Module, train: Windows, chose
     for i, (ids, targets, weights) in enumerate(window):
         zero.micro_batch(model, compute, first=i == 0, last=i == number - 1,
                          reshard_after_forward=config.reshard_after_forward)
-        part = compute(ids, targets, weights)               # sum over the micro-batch's tokens
-        (part * scale).backward()                           # scaled alike at every topology
-        sums += torch.stack([part.detach(), weights.sum()])
+        part = compute(ids, targets, weights * scale)       # sum over the micro-batch's tokens,
+        part.backward()                                     # scaled alike at every topology
+        sums += torch.stack([part.detach() / scale, weights.sum()])
     return sums
 
 

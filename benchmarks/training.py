@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -42,7 +42,7 @@ from nanogeex.samples import Windows
 from train import forward_backward
 
 SHAPE = dict(num_layers=5, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192,
-             micro_batch_size=8, global_batch_size=8, init_method_std=0.02)
+             micro_batch_size=8, global_batch_size=8, init_method_std=0.02, lr=1e-4)
 IDS = np.random.default_rng(0).integers(0, 8192, (8, 257))
 
 
@@ -97,7 +97,9 @@ def plain(precision: str, kind: str, rank: int, ranks: int, store: str):
             "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
         model.head.weight = model.words.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.from_numpy(IDS)
+    alike = [[weight for weight in model.parameters() if isinstance(weight, DTensor) == cut]
+             for cut in (True, False)]                  # torch clips them apart
+    alike, ids = [weights for weights in alike if weights], torch.from_numpy(IDS)
     if kind in ("ddp", "fsdp"):
         ids = ids[rank::ranks]
 
@@ -105,7 +107,8 @@ def plain(precision: str, kind: str, rank: int, ranks: int, store: str):
         with cast, context:
             loss = model(ids[:, :-1], ids[:, 1:])
             loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameters in alike:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -40,7 +40,7 @@ from nanogeex.tensor_parallel import (
     enter_tp,
     own_randomness,
 )
-from nanogeex.vocab_parallel import VocabParallelEmbedding, head_cross_entropy
+from nanogeex.vocab_parallel import VocabParallelEmbedding, head_loss
 
 
 class KeysValues(NamedTuple):
@@ -243,8 +243,8 @@ class CodeGeeX(nn.Module):
             x = x.unflatten(0, (batch, length))[:, -1]                              # (B, H)
         if targets is None:
             return self.word_embeddings.logits(x).unflatten(0, (batch, -1))
-        losses = head_cross_entropy(x, self.word_embeddings.weight, targets.flatten(), self.mesh)
-        return (losses * weights.flatten()).sum()                                   # (N) -> ()
+        return head_loss(x, self.word_embeddings.weight, targets.flatten(), weights.flatten(),
+                         self.mesh)
 
     def empty_cache(self, batch: int, length: int, dtype: torch.dtype) -> list[KeysValues]:
         """Room for the keys and values of `length` tokens, a pair a block."""

@@ -6,10 +6,11 @@ CodeGeeX by 52,224 ids, 6.4 GiB in fp32.  But a token's loss needs three numbers
 
       loss = log(sum of exp(logits - peak)) + peak - logit of the target
 
-so the logits are made for CHUNK tokens at a time, reduced to these, and dropped; over tp they are
-joined by two all-reduces, of N and 2N numbers, whatever the number of chunks.  Backward makes each
-chunk again: softmax - onehot, times the incoming gradient, which carries the loss scale, so that
-nothing small is ever rounded to 16 bits.
+so the logits are made for CHUNK tokens at a time, reduced to these, and dropped.  The gradient,
+(softmax - onehot) times the token's weight, is ready where the softmax is: forward makes it, too,
+and backward only hands it on.  The weights carry the loss scale, so that nothing small is ever
+rounded to 16 bits.  Over tp the three numbers of all tokens are joined first, by two all-reduces,
+of N and 2N numbers, whatever the number of chunks; then the logits are made once more.
 
 Tests: tests/test_tensor_parallel.py.
 """
@@ -57,51 +58,68 @@ def local_ids(ids: Tensor, rows: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
-class _HeadCrossEntropy(Function):
+class _HeadLoss(Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, mesh, chunk):
+    def forward(ctx, x, weight, targets, weights, mesh, chunk, gradients):
         local, elsewhere = local_ids(targets, weight.shape[0], mesh)
-        peak = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)            # (N)
-        sums = peak.new_empty(2, x.shape[0])                # exponentials; logit of the target
+        one, total = (~elsewhere).float(), torch.zeros((), dtype=torch.float32, device=x.device)
+        if gradients:
+            dx = torch.empty_like(x)                                            # partial over tp
+            dweight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
+        numbers = _over_tp(x, weight, local, one, mesh, chunk) if mesh.tp > 1 else None
         for part in _chunks(x, chunk):
-            logits = F.linear(x[part], weight).float()                                  # (n, V/tp)
-            sums[1, part] = logits.gather(1, local[part, None]).squeeze(1)
-            peak[part] = logits.amax(-1)
-            sums[0, part] = logits.sub_(peak[part, None]).exp_().sum(-1)    # cannot overflow
-            del logits                                      # before the next chunk's are there
-        sums[1].masked_fill_(elsewhere, 0.0)
-        if mesh.tp > 1:                                     # over all of V
-            own = peak.clone()
-            dist.all_reduce(peak, dist.ReduceOp.MAX, group=mesh.tp_group)
-            sums[0] *= (own - peak).exp()
-            dist.all_reduce(sums, group=mesh.tp_group)
-        normalizer = sums[0].log() + peak                                               # (N)
-        ctx.save_for_backward(x, weight, local, elsewhere, normalizer)
-        ctx.chunk = chunk
-        return normalizer - sums[1]                                                     # (N)
+            e = F.linear(x[part], weight).float()                               # (n, V/tp), logits
+            if mesh.tp > 1:
+                peak, sums, target = numbers[:, part]
+                e.sub_(peak[:, None]).exp_()
+            else:
+                peak, target = e.amax(-1), e.gather(1, local[part, None]).squeeze(1)
+                sums = e.sub_(peak[:, None]).exp_().sum(-1)
+            total += weights[part].dot(sums.log() + peak - target)
+            if gradients:
+                d = e.mul_((weights[part] / sums)[:, None])                     # softmax
+                d.scatter_add_(1, local[part, None], -(weights * one)[part, None])
+                d = d.to(x.dtype)
+                dx[part] = d @ weight
+                dweight += d.T @ x[part]
+                del d
+            del e                                           # before the next chunk's is there
+        ctx.gradients = (dx, dweight) if gradients else None
+        ctx.dtype = weight.dtype
+        return total
 
     @staticmethod
-    def backward(ctx, gradient):                                                        # (N)
-        x, weight, local, elsewhere, normalizer = ctx.saved_tensors
-        dx = torch.empty_like(x)                                                        # partial
-        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
-        one = (~elsewhere).float()
-        for part in _chunks(x, ctx.chunk):
-            d = F.linear(x[part], weight).float().sub_(normalizer[part, None]).exp_()   # softmax
-            d.scatter_add_(1, local[part, None], -one[part, None])
-            d = d.mul_(gradient[part, None]).to(x.dtype)                                # (n, V/tp)
-            dx[part] = d @ weight
-            dweight += d.T @ x[part]
-            del d
-        return dx, dweight.to(weight.dtype), None, None, None
+    def backward(ctx, gradient):                            # of a scalar: 1, as a rule
+        (dx, dweight), ctx.gradients = ctx.gradients, None
+        return dx.mul_(gradient), dweight.mul_(gradient).to(ctx.dtype), None, None, None, None, None
+
+
+def _over_tp(x: Tensor, weight: Tensor, local: Tensor, one: Tensor, mesh: Mesh,
+             chunk: int) -> Tensor:
+    """Of each token's logits, over all of V: peak, sum of exp(logits - peak), the target's; (3, N).
+    """
+    numbers = torch.empty(3, x.shape[0], dtype=torch.float32, device=x.device)
+    for part in _chunks(x, chunk):
+        logits = F.linear(x[part], weight).float()                              # (n, V/tp)
+        numbers[2, part] = logits.gather(1, local[part, None]).squeeze(1) * one[part]
+        numbers[0, part] = logits.amax(-1)
+        numbers[1, part] = logits.sub_(numbers[0, part, None]).exp_().sum(-1)   # cannot overflow
+        del logits
+    own = numbers[0].clone()
+    dist.all_reduce(numbers[0], dist.ReduceOp.MAX, group=mesh.tp_group)
+    numbers[1] *= (own - numbers[0]).exp()
+    dist.all_reduce(numbers[1:], group=mesh.tp_group)
+    return numbers
 
 
 def _chunks(x: Tensor, chunk: int) -> list[slice]:
     return [slice(i, i + chunk) for i in range(0, x.shape[0], chunk)]
 
 
-def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Mesh,
-                       chunk: int = CHUNK) -> Tensor:
-    """-log softmax(x W^T)[target] in fp32: x (N, H) of all tokens, inside f; weight (V/tp, H);
-    targets (N) -> losses (N), repeated.  A target outside the vocabulary raises on every rank."""
-    return _HeadCrossEntropy.apply(x, weight, targets, mesh, chunk)
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, mesh: Mesh,
+              chunk: int = CHUNK) -> Tensor:
+    """Sum over tokens of weights times -log softmax(x W^T)[target], a scalar in fp32, repeated:
+    x (N, H) of all tokens, inside f; weight (V/tp, H); targets and weights (N).  A target outside
+    the vocabulary raises on every rank."""
+    gradients = torch.is_grad_enabled() and x.requires_grad
+    return _HeadLoss.apply(x, weight, targets, weights, mesh, chunk, gradients)

@@ -43,7 +43,7 @@ def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,
     """Cut `model`, built on the meta device, over dp and give it memory, not yet filled.  Returns
     the module that computes, in `dtype`; `model` keeps the fp32 masters."""
     if mesh.dp > 1:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         for module in [*model.layers, model.top_query_layer, model]:    # each gathers as one
             fully_shard(module, mesh=mesh.dp_mesh, mp_policy=policy,      # root: head comes last
                         reshard_after_forward=reshard_after_forward and module is not model)

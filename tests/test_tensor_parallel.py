@@ -14,7 +14,7 @@ from nanogeex.tensor_parallel import (
     column_products,
     enter_tp,
 )
-from nanogeex.vocab_parallel import VocabParallelEmbedding, head_cross_entropy
+from nanogeex.vocab_parallel import VocabParallelEmbedding, head_loss
 from tests.ranks import on_ranks
 
 N, H, OUT, V = 16, 16, 24, 40
@@ -112,15 +112,16 @@ def head(mesh, sequence_parallel, spread=1.0, chunk=5, dtype=torch.float64):
     targets = torch.arange(N) * 7 % V                       # some on every rank
     mine = tokens(mesh, x, sequence_parallel).clone().requires_grad_()
     rows = slice_of(mesh, weight, 0).clone().requires_grad_()
-    losses = head_cross_entropy(
-        enter_tp(mine, mesh, sequence_parallel), rows, targets, mesh, chunk)
-    losses.backward(seed.float())
+    inside = enter_tp(mine, mesh, sequence_parallel)
+    loss = head_loss(inside, rows, targets, seed.float(), mesh, chunk)
+    assert loss == head_loss(inside.detach(), rows, targets, seed.float(), mesh, chunk)
+    loss.backward()
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    expected = F.cross_entropy(x @ weight.T, targets, reduction="none")
-    expected.backward(seed)
+    expected = F.cross_entropy(x @ weight.T, targets, reduction="none") @ seed
+    expected.backward()
     tolerance = 1e-2 if dtype == torch.float16 else 1e-5 * spread       # the loss computes in fp32
     close = dict(rtol=tolerance, atol=tolerance, check_dtype=False)
-    torch.testing.assert_close(losses, expected, **close)
+    torch.testing.assert_close(loss, expected, **close)
     torch.testing.assert_close(mine.grad, tokens(mesh, x.grad, sequence_parallel), **close)
     torch.testing.assert_close(rows.grad, slice_of(mesh, weight.grad, 0), **close)
 
@@ -148,8 +149,8 @@ def test_head_in_fp16():
 def small_gradients(scale):
     """Of the head in fp16, of one loss in a long step, with the loss scaled and then unscaled."""
     x, weight = (tensor.half().requires_grad_() for tensor in tensors((N, H), (V, H)))
-    loss = head_cross_entropy(x * 1.0, weight, torch.arange(N), Mesh(), 5).sum() * 1e-7
-    (loss * scale).backward()
+    weights = torch.full((N,), 1e-7 * scale)
+    head_loss(x * 1.0, weight, torch.arange(N), weights, Mesh(), 5).backward()
     return x.grad.float() / scale, weight.grad.float() / scale
 
 
@@ -174,7 +175,7 @@ def chunked(mesh, chunk):
 
     dist.all_reduce = lambda *args, **keywords: counts.append(1) or true(*args, **keywords)
     with Largest():
-        head_cross_entropy(x, rows, torch.arange(N), mesh, chunk).sum().backward()
+        head_loss(x, rows, torch.arange(N), torch.ones(N), mesh, chunk).backward()
     return len(counts), max(sizes)
 
 
@@ -188,8 +189,8 @@ def outside(mesh, id_):
     with pytest.raises((IndexError, RuntimeError)):
         layer(torch.tensor([0, id_]))
     with pytest.raises((IndexError, RuntimeError)):
-        head_cross_entropy(torch.zeros(2, H), torch.zeros(V // mesh.tp, H), torch.tensor([0, id_]),
-                           mesh)
+        head_loss(torch.zeros(2, H), torch.zeros(V // mesh.tp, H), torch.tensor([0, id_]),
+                  torch.ones(2), mesh)
 
 
 @TP

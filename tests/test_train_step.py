@@ -33,9 +33,9 @@ def train(mesh, changes, steps, masked=()):
         for i, (ids, targets, weights) in enumerate(window):
             zero.micro_batch(model, compute, i == 0, i == number - 1)
             weights[torch.isin(ids[:, 0], torch.tensor(masked, dtype=torch.long))] = 0.0
-            part = compute(ids, targets, weights)
-            (part * (scale / config.seq_length)).backward()
-            sums += torch.stack([part.detach(), weights.sum()])
+            part = compute(ids, targets, weights * (scale / config.seq_length))
+            part.backward()
+            sums += torch.stack([part.detach() * config.seq_length / scale, weights.sum()])
         loss, tokens = all_reduce_sum(sums, mesh.dp_group).tolist()
         unscale = mesh.dp * config.seq_length / (scale * tokens)
         gradients = {name: zero.local(weight.grad) for name, weight in model.named_parameters()}
