@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from nanogeex.config import ModelConfig, TrainConfig
 from nanogeex.layernorm import LayerNorm
 from nanogeex.mesh import Mesh
+from nanogeex.mlp import MLP
 from nanogeex.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -49,11 +50,6 @@ class KeysValues(NamedTuple):
     keys: Tensor                            # (B, heads/tp, T_max, D)
     values: Tensor                          # (B, heads/tp, T_max, D)
     seen: Tensor | None = None              # (B, 1, 1, T_max), False is padding; None: no padding
-
-
-def fast_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), by way of silu, in x's memory: the widest tensors of a block."""
-    return F.silu(x.mul_(1.702)).div_(1.702)
 
 
 class PositionEmbedding(nn.Module):
@@ -114,21 +110,6 @@ class Attention(nn.Module):
         return self.dense.partial(y.transpose(1, 2).flatten(2).flatten(0, 1))       # (N, H/tp)
 
 
-class MLP(nn.Module):
-    """(N or N/tp, H) -> (N, H), a summand of each rank: the caller finishes `dense_4h_to_h`."""
-
-    def __init__(self, config: ModelConfig, mesh: Mesh, options: "Options"):
-        super().__init__()
-        self.mesh, self.sequence_parallel = mesh, options.sequence_parallel
-        hidden = config.hidden_size
-        self.dense_h_to_4h = ColumnParallelLinear(hidden, 4 * hidden, mesh)
-        self.dense_4h_to_h = RowParallelLinear(4 * hidden, hidden, mesh, self.sequence_parallel)
-
-    def forward(self, x: Tensor) -> Tensor:             # (N, H) -> (N, 4H/tp) -> (N, H)
-        y, = column_products(x, [self.dense_h_to_4h], self.mesh, self.sequence_parallel)
-        return self.dense_4h_to_h.partial(fast_gelu(y))
-
-
 @dataclass(frozen=True)
 class Options:
     """How a model runs, not what it is: TrainConfig's fields of the same names."""
@@ -164,7 +145,8 @@ class Block(nn.Module):
         self.input_layernorm = LayerNorm(config.hidden_size, ln_fp16)
         self.attention = Attention(config, mesh, options)
         self.post_attention_layernorm = LayerNorm(config.hidden_size, ln_fp16)
-        self.mlp = MLP(config, mesh, options)
+        self.mlp = MLP(config.hidden_size, mesh, options.sequence_parallel,
+                       again=options.recompute == "none")
 
     def forward(self, x: Tensor, batch: int, query: Tensor | None = None,
                 cache: KeysValues | None = None, start: int = 0) -> Tensor:
@@ -178,14 +160,15 @@ class Block(nn.Module):
 
     def block(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
               start: int) -> Tensor:
-        y = self.region("selective", self.attend, x, batch, query, cache, start)    # summands
-        x = self.drop(self.attention.dense.finish(y)).add_(x)
-        y = self.region("selective", self.feed_forward, x)                          # summands
-        return self.drop(self.mlp.dense_4h_to_h.finish(y)).add_(x)
+        x = self.add(x, self.attention.dense, self.region(
+            "selective", self.attend, x, batch, query, cache, start))
+        return self.add(x, self.mlp.dense_4h_to_h, self.region("selective", self.feed_forward, x))
 
-    def drop(self, x: Tensor) -> Tensor:
+    def add(self, x: Tensor, layer: RowParallelLinear, summands: Tensor) -> Tensor:
+        """The residual: x + dropout(g(summands) + b).  x may be kept elsewhere, the others not."""
         probability = self.dropout if self.training else 0.0
-        return dropout(x, probability, self.mesh, self.sequence_parallel)
+        y = layer.finish(summands)
+        return dropout(y, probability, self.mesh, self.sequence_parallel).add_(x)
 
     def attend(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
                start: int) -> Tensor:
