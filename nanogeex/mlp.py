@@ -19,19 +19,26 @@ from nanogeex.mesh import Mesh
 from nanogeex.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_products
 
 
-def fast_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), which leaves 1.702 x in x's memory."""
-    return F.silu(x.mul_(1.702)).div_(1.702)
+class _Gelu(Function):
+    """Takes over x's memory, where 1.702 x stays: nobody else keeps x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.mul_(1.702))
+        return F.silu(x).div_(1.702)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.aten.silu_backward(gradient, *ctx.saved_tensors)
 
 
 class _GeluProduct(Function):
-    """gelu(x) W^T, (N, 4H/tp) -> (N, H).  Takes over x's memory: nobody else keeps x."""
+    """gelu(x) W^T, (N, 4H/tp) -> (N, H), of which only x is kept."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        y = F.linear(fast_gelu(x), weight)
-        ctx.save_for_backward(x, weight)                                # x is 1.702 x by now
-        return y
+        ctx.save_for_backward(x.mul_(1.702), weight)
+        return F.linear(F.silu(x).div_(1.702), weight)
 
     @staticmethod
     def backward(ctx, gradient):                                        # (N, H)
@@ -55,4 +62,4 @@ class MLP(nn.Module):
         x, = column_products(x, [self.dense_h_to_4h], self.mesh, self.sequence_parallel)
         if x.requires_grad and self.again:
             return _GeluProduct.apply(x, self.dense_4h_to_h.weight)
-        return self.dense_4h_to_h.partial(fast_gelu(x))
+        return self.dense_4h_to_h.partial(_Gelu.apply(x))
