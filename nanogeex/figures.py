@@ -88,7 +88,7 @@ def skipped(records: list[dict]) -> np.ndarray:
 
 def running_mean(y: np.ndarray, width: int) -> np.ndarray:
     """Over `width` values around each, fewer at the ends; those that are not there are left out."""
-    there, window = np.isfinite(y), np.ones(width)
+    there, window = np.isfinite(y), np.ones(min(width, len(y)))
     count = np.convolve(there, window, "same")
     with np.errstate(invalid="ignore"):
         return np.convolve(np.where(there, y, 0.0), window, "same") / count
@@ -109,7 +109,7 @@ def draw(runs: dict[str, list[dict]], shares: dict[str, float], x: str):
     rate = loss.twinx()
     loss.set_zorder(1)                                          # above the learning rate
     loss.patch.set_visible(False)
-    width = 1 + max(map(len, runs.values())) // 100 * 2         # steps of the running mean, odd
+    width = 1 + max(map(len, runs.values())) // 200 * 2         # steps of the running mean, odd
     training = f"training loss, mean of {width} steps" if width > 1 else "training loss"
     keys: dict[str, dict] = {training: {}}                      # styles that occur, for the legend
     for number, records in enumerate(runs.values()):
@@ -122,7 +122,7 @@ def draw(runs: dict[str, list[dict]], shares: dict[str, float], x: str):
         if evaluated.any():
             keys["validation loss"] = dict(marker="o", linestyle="--")
             loss.plot(at[evaluated], column(records, "val_loss")[evaluated], "o--", color=color,
-                      markeredgecolor="white", markersize=7)
+                      markeredgecolor="white", markersize=6)
         rate.plot(at, column(records, "lr"), color=color if len(runs) > 1 else GREY, linestyle=":")
         if (left_out := skipped(records)).any():
             keys["step left out"] = dict(marker="x", linestyle="")
@@ -132,9 +132,13 @@ def draw(runs: dict[str, list[dict]], shares: dict[str, float], x: str):
             keys["went on from a checkpoint"] = dict(linestyle="-.", linewidth=0.8)
             loss.axvline(place, color=color, linestyle="-.", linewidth=0.8)
     keys["learning rate (right)"] = dict(linestyle=":")
+    # Where a long run begins, out of the untrained model's loss, would press all else together.
+    later = (column(records, "loss")[len(records) // 100:] for records in runs.values())
+    loss.set_ylim(top=1.05 * max(np.nanmax(y, initial=0.0) for y in later) or None)
     loss.set(title="loss", xlabel=x, ylabel="nats a token")
     rate.set_ylabel("learning rate", color=GREY)
     rate.set_ylim(bottom=0)
+    rate.ticklabel_format(axis="y", scilimits=(-2, 2))
     rate.tick_params(colors=GREY)
     handles = [Line2D([], [], label=label, color=GREY if len(runs) > 1 or "rate" in label else "C0",
                       **style) for label, style in keys.items()]
@@ -148,13 +152,13 @@ def draw(runs: dict[str, list[dict]], shares: dict[str, float], x: str):
 def draw_shares(axes, shares: dict[str, float]) -> None:
     bars = axes.barh(list(shares), list(shares.values()), height=0.7, color=GREY)
     axes.bar_label(bars, [f"{share:.1%}" for share in shares.values()], padding=3)
-    axes.set(title="corpus, share of tokens", xticks=[], xlim=(0, 1.25 * max(shares.values(),
-                                                                             default=1)))
+    axes.set_title("corpus, share of tokens")
+    axes.set(xticks=[], yticks=list(shares), xlim=(0, 1.25 * max(shares.values(), default=1)))
     axes.set_ylim(max(len(shares), 6) - 0.4, -0.6)              # the largest on top, bars not thick
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     if not shares:
-        axes.text(0.5, 0.5, "no meta.json", transform=axes.transAxes, ha="center", color=GREY)
+        axes.text(0.5, 0.5, "no data/meta.json", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def main(argv: list[str]) -> None:

@@ -72,6 +72,7 @@ def test_shares_of_languages(made_up, tmp_path):
 def test_running_mean_leaves_out_what_is_not_there():
     mean = figures.running_mean(np.array([1.0, np.nan, 3.0, 5.0]), 3)
     assert mean.tolist() == [1.0, 2.0, 4.0, 4.0]
+    assert len(figures.running_mean(np.ones(2), 5)) == 2        # of the shorter of two runs
 
 
 @pytest.mark.parametrize("x, place", [("steps", 9), ("tokens", 900)])
@@ -103,8 +104,9 @@ def test_several_runs(made_up, tmp_path, capsys):
     assert f"{other} 300 steps, {made_up} 12 steps" in capsys.readouterr().err
     runs = {run.name: figures.read_metrics(run) for run in (other, made_up)}
     figure = figures.draw(runs, {}, "steps")
+    figure.savefig(tmp_path / "without shares.png")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[:3] == ["other", "run", "training loss, mean of 7 steps"]
+    assert labels[:3] == ["other", "run", "training loss, mean of 3 steps"]
 
 
 def test_mistakes(made_up, tmp_path, monkeypatch):
