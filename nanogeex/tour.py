@@ -73,17 +73,17 @@ class TourConfig:
         None, "tour", "2: the ranks share each layer; 1: the batch; default: one after the other",
         low=1, high=2, type=int, short="--tp")
     sequence_parallel: bool = flag(
-        False, "tour", "with --tp 2: between the products a rank holds its own tokens")
+        False, "tour", "--tp 2, and between the products a rank holds its own tokens")
     reshard_after_forward: bool = flag(
-        False, "tour", "with --tp 1: a block's weights are dropped after forward, too (ZeRO-3)")
+        False, "tour", "--tp 1, and a block's weights are dropped after forward, too (ZeRO-3)")
 
     def __post_init__(self):
-        tp = self.tensor_model_parallel_size
-        if self.sequence_parallel and tp != 2:
-            raise UsageError("--sequence-parallel: is for ranks that share layers; add --tp 2")
-        if self.reshard_after_forward and tp != 1:
-            raise UsageError("--reshard-after-forward: is for ranks that share the batch; add "
-                             "--tp 1")
+        for name, tp in (("sequence_parallel", 2), ("reshard_after_forward", 1)):
+            if getattr(self, name):
+                if self.tensor_model_parallel_size not in (None, tp):
+                    raise UsageError(f"--{name.replace('_', '-')}: is of the tour of --tp {tp}; "
+                                     "leave out the other's flags")
+                self.tensor_model_parallel_size = tp
 
 
 class Guide(Watch):

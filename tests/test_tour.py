@@ -71,7 +71,7 @@ def test_two_tours():
 
 def test_sequence_parallel():
     config = small_config(2, sequence_parallel=True)
-    check(shown("--tp", "2", "--sequence-parallel"), COUNTS["sequence"], config)
+    check(shown("--sequence-parallel"), COUNTS["sequence"], config)
 
 
 def test_zero_3_holds_few_weights():
@@ -80,8 +80,10 @@ def test_zero_3_holds_few_weights():
     assert 0 < gathered[1] < 2 * config.num_parameters / 5 and gathered[2] == 0
 
 
-@pytest.mark.parametrize("flags", [dict(sequence_parallel=True), dict(reshard_after_forward=True),
-                                   dict(sequence_parallel=True, tensor_model_parallel_size=1)])
-def test_flags_of_another_tour(flags):
-    with pytest.raises(UsageError, match="add --tp"):
+@pytest.mark.parametrize("flags, tp", [
+    (dict(sequence_parallel=True, tensor_model_parallel_size=1), 2),
+    (dict(reshard_after_forward=True, tensor_model_parallel_size=2), 1),
+    (dict(sequence_parallel=True, reshard_after_forward=True), 1)])
+def test_flags_of_another_tour(flags, tp):
+    with pytest.raises(UsageError, match=f"is of the tour of --tp {tp}; leave out"):
         TourConfig(**flags)
