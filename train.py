@@ -56,6 +56,7 @@ def main(argv: list[str]) -> None:
             print(line, file=sys.stderr, flush=True)
 
     # What to start from and what to read: rank 0 finds and makes it, the others wait.
+    on_rank0(mesh, "tensorboard", lambda: report.check_tensorboard(config.tensorboard_dir))
     lock: list = []
     on_rank0(mesh, "run directory", lambda: lock.append(run_directory.take(out)))
     config.precision = on_rank0(
@@ -106,15 +107,15 @@ def main(argv: list[str]) -> None:
         say("note: for nodes that may come back, start torchrun with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without it torch lets none join a running job")
     if start:
-        say(f"resuming {start} at step {step}"
-            f"{run_directory.changes(meta['config'], config)}")
+        say(f"resuming {start} at step {step}{run_directory.changes(meta['config'], config)}")
     if step >= config.train_iters:
         say(f"nothing to train: step {step} of --train-iters {config.train_iters} is reached")
 
     metrics = report.open_metrics(out / "metrics.jsonl", bool(start)) if mesh.rank == 0 else None
+    board = report.open_tensorboard(config.tensorboard_dir, step) if mesh.rank == 0 else None
     peak = report.peak_flops(device) * mesh.world
     logged, saved = (time.perf_counter(), step), (step if start else None)
-    signals, skipped_in_a_row = stop_signals(), 0
+    signals, skipped_in_a_row, record = stop_signals(), 0, {}
     while step < config.train_iters:
         began = time.perf_counter()
         lr = lr_at(step, config)
@@ -173,15 +174,16 @@ def main(argv: list[str]) -> None:
             "tokens_per_s": tokens / seconds, "step_s": seconds,
             "mfu": config.flops_per_token() * tokens / seconds / peak if peak else 0.0,
             "mem_gb": report.memory_gb(device)}
-        if metrics:
-            report.append(metrics, record)
+        if start:
+            record["restart"], start = True, None           # in the first record alone
         if step % config.log_interval == 0 or step == config.train_iters:
             now = time.perf_counter()
             say(report.log_line(record, config.train_iters, (now - logged[0]) / (step - logged[1])))
             logged = now, step
         if step % config.eval_interval == 0 and step < config.train_iters:
-            result = evaluate(model, compute, val, size, config, mesh)
-            say(f"step {step} | validation {report.in_words(result, val)}")
+            record["val_loss"] = evaluate(model, compute, val, size, config, mesh)
+            say(f"step {step} | validation {report.in_words(record['val_loss'], val)}")
+        report.append(metrics, record, board)
         saver.poll()
         if step % config.save_interval == 0:
             save()
@@ -198,11 +200,11 @@ def main(argv: list[str]) -> None:
         say(f"stopped at step {step} of {config.train_iters} by {signals or 'a signal elsewhere'}; "
             "the same command goes on")
         return
-    result = report.in_words(evaluate(model, compute, val, size, config, mesh), val)
+    loss = evaluate(model, compute, val, size, config, mesh)
     if mesh.rank == 0:
-        bits = 8 * corpus["gzip_bytes"] / val.bytes if val.bytes else math.nan
-        gzip = f"gzip -9 on the same text: {bits:.4f} bits per byte"
-        print(f"step {step} | validation {result} | {gzip}")
+        print(report.final_line(step, loss, val, corpus["gzip_bytes"]), flush=True)
+    if record:
+        report.append(metrics, record | {"val_loss": loss}, board)
     say(f'next: python infer.py --load {shlex.quote(str(out))} --prompt "def main():"')
 
 

@@ -32,9 +32,9 @@ def parse(config_class, argv: list[str], description: str,
         if meta["group"] not in groups:
             groups[meta["group"]] = parser.add_argument_group(meta["group"])
         group = groups[meta["group"]]
-        if "positional" in meta:                # "SRC" must be given, "[DST]" may be
+        if "positional" in meta:                # "SRC": one; "RUN...": or more; "[DST]": or none
             group.add_argument(f.name, metavar=meta["positional"].strip("[]"), help=meta["help"],
-                               nargs="?" if "[" in meta["positional"] else None)
+                               nargs={".": "+", "]": "?"}.get(meta["positional"][-1]))
             continue
         names = [_flag_name(f)] + ([meta["short"]] if "short" in meta else [])
         if f.type is bool:

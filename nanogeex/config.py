@@ -168,6 +168,8 @@ class TrainConfig(ModelConfig):
         None, "logging", "STEP:RANK plants an inf in that rank's gradient at that step, to try "
         "what an overflow does", type=str)
     log_interval: int = flag(10, "logging", "steps between log lines", low=1)
+    tensorboard_dir: str | None = flag(
+        None, "logging", "for TensorBoard, if it is installed: what metrics.jsonl gets", type=str)
     eval_interval: int = flag(500, "logging", "steps between evaluations", low=1)
     eval_iters: int = flag(100, "logging", "global batches an evaluation, at most", low=1)
     save_interval: int = flag(

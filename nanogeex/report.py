@@ -1,5 +1,8 @@
 """What a run says of itself: a log line now and then, one JSON object a step.
 
+`python -m nanogeex.report RUN [RUN ...]` makes a picture of them (figures.py).  TensorBoard gets
+the same numbers, where it is asked for and installed.
+
 Tests: tests/test_report.py.
 """
 
@@ -58,17 +61,50 @@ def open_metrics(path: Path, resume: bool) -> TextIO:
     return metrics
 
 
-def append(metrics: TextIO, record: dict) -> None:
-    """One line of metrics.jsonl.  JSON has no inf and no nan: they become null.  A step that ran
-    twice, before and after a resume, has two lines; the later one counts."""
+def check_tensorboard(directory: str | None) -> None:
+    """Raises UsageError if it is asked for and cannot be had."""
+    try:
+        if directory is not None:
+            import torch.utils.tensorboard  # noqa: F401, takes seconds, and few have it
+            Path(directory).mkdir(parents=True, exist_ok=True)
+    except ImportError:
+        raise UsageError(f"--tensorboard-dir {directory}: tensorboard is not installed; pip "
+                         "install tensorboard, or leave the flag out") from None
+    except OSError as error:
+        raise UsageError(f"--tensorboard-dir {directory}: {error.strerror}; give one that can be "
+                         "written") from None
+
+
+def open_tensorboard(directory: str | None, step: int):
+    """A writer that goes on after `step`, None without a directory; what an earlier attempt wrote
+    of later steps is hidden."""
+    if directory is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(directory, purge_step=step + 1)
+
+
+def append(metrics: TextIO | None, record: dict, board=None) -> None:
+    """One line of metrics.jsonl, and TensorBoard's; nothing on ranks that have no file.  JSON has
+    no inf and no nan: they become null.  A step may have two lines, if it ran again after a resume
+    or if it is the last, evaluated when it was saved; the later one counts."""
+    if metrics is None:
+        return
     finite = {key: value if not isinstance(value, float) or math.isfinite(value) else None
               for key, value in record.items()}
+    to = "--out, metrics.jsonl"
     try:
         metrics.write(json.dumps(finite) + "\n")
         metrics.flush()
+        if board is not None:
+            to = f"--tensorboard-dir {board.log_dir}"
+            for key, value in record.items():
+                if key != "step" and value is not None:
+                    board.add_scalar(key, value, record["step"])
+            board.flush()
     except OSError as error:
-        raise UsageError(f"--out: {metrics.name}: {error.strerror}; mend that, and the same "
-                         "command goes on") from None
+        raise UsageError(f"{to}: {error.strerror}; mend that, and the same command goes on"
+                         ) from None
 
 
 def in_words(loss: float | None, val: Windows) -> str:
@@ -77,3 +113,15 @@ def in_words(loss: float | None, val: Windows) -> str:
         return "none, its text is shorter than one sample"
     bits = loss / math.log(2) * val.tokens / val.bytes
     return f"loss {loss:.4f}, {bits:.4f} bits per byte"
+
+
+def final_line(step: int, loss: float | None, val: Windows, gzip_bytes: int) -> str:
+    """The result, beside what a program for compression makes of the same text."""
+    bits = 8 * gzip_bytes / val.bytes if val.bytes else math.nan
+    return (f"step {step} | validation {in_words(loss, val)} | gzip -9 on the same text: "
+            f"{bits:.4f} bits per byte")
+
+
+if __name__ == "__main__":
+    from nanogeex import figures, mesh
+    mesh.launch(figures.main)

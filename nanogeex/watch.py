@@ -7,7 +7,7 @@ weights, what it reduces are gradients, what nobody claims are activations and p
 
 It works on real tensors, and on fake ones, which have shapes but no memory.
 
-Tests: tests/test_plan.py.
+Tests: tests/test_plan.py, tests/test_tour.py.
 """
 
 import weakref
@@ -127,8 +127,12 @@ class Watch(TorchDispatchMode):
         key = (COLLECTIVES[name], group, str(largest.dtype).removeprefix("torch."))
         self.calls[key] += 1
         self.sent[key] += largest.nbytes
+        self.happens(COLLECTIVES[name], group, largest)
         if group == "dp" and name != "allreduce_":
             self.claim(tensors, "gradients" if "reduce" in name else "gathered weights")
+
+    def happens(self, collective: str, group: str, tensor: Tensor) -> None:
+        """Now: nothing here; the tour prints it."""
 
     def reset(self) -> None:
         """Begin to count anew; what is held stays in the book."""

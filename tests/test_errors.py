@@ -86,6 +86,16 @@ def test_infer(folder, argv, says):
     check(ended, says, "infer.py")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensorboard_that_is_not_installed(folder, ranks):
+    (folder / "none").mkdir(exist_ok=True)
+    (folder / "none/tensorboard.py").write_text("raise ImportError")
+    ended = run("train.py", "--tensorboard-dir", "board", "--out", "new", ranks=ranks, cwd=folder,
+                check=False, env=os.environ | {"PYTHONPATH": str(folder / "none")})
+    check(ended, "--tensorboard-dir board: tensorboard is not installed; pip install tensorboard")
+    assert not (folder / "new").exists()
+
+
 def test_going_back_within_a_run_is_refused(folder):
     argv = [*SMALL, "--data", "short", "--hidden-size", "64", "--out", "back"]
     run("train.py", *argv, "--train-iters", "2", "--save-interval", "1", cwd=folder)

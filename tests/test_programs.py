@@ -45,6 +45,10 @@ def test_what_a_run_leaves_and_says(one):
     assert set(metrics(out)[1]) == {
         "step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "samples", "tokens",
         "tokens_per_s", "mfu", "step_s", "mem_gb"}
+    losses = {step: record["val_loss"] for step, record in metrics(out).items()
+              if "val_loss" in record}
+    assert list(losses) == [6, 12] and losses[12] == pytest.approx(loss_of(ended), abs=1e-4)
+    assert f"step 6 | validation loss {losses[6]:.4f}" in ended.stderr
     assert json.loads((out / "config.json").read_text())["hidden_size"] == 64
     for part in ("Python", "step  4/12 | loss", "step 6 | validation loss", "saved", "eta 0:00:00"):
         assert part in ended.stderr
@@ -75,6 +79,7 @@ def test_resume_is_exact_at_any_topology(one, tmp_path, ranks, tp):
     run("train.py", *SMALL, *data, "--out", tmp_path, "--train-iters", 7)
     ended = run("train.py", *argv, "--train-iters", 12, ranks=ranks)
     same(metrics(tmp_path), metrics(out), range(1, 13), 1e-9 if ranks == 1 else 1e-4)
+    assert [step for step, record in metrics(tmp_path).items() if "restart" in record] == [8]
     assert "resuming" in ended.stderr and "at step 7, --train-iters 12 (was 7)" in ended.stderr
 
 
@@ -94,7 +99,8 @@ def test_a_finished_run_is_left_as_it_is(one):
     ended = run("train.py", *SMALL, *data, "--out", out, "--train-iters", 12)
     assert ended.stdout == before.stdout
     assert "nothing to train: step 12 of --train-iters 12 is reached" in ended.stderr
-    assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 13                                     # the last step's, before and after
 
 
 def test_bf16_evaluates_the_weights_of_the_last_step(one, tmp_path):
@@ -121,10 +127,10 @@ def test_a_rank_that_dies_once_is_restarted(one, tmp_path):
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import train, nanogeex.report\n"
         "append = nanogeex.report.append\n"
-        "def once(metrics, record):\n"
+        "def once(metrics, record, board):\n"
         "    if record['step'] == 5 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
         "        os._exit(1)\n"
-        "    append(metrics, record)\n"
+        "    append(metrics, record, board)\n"
         "nanogeex.report.append = once\n"
         "train.launch(train.main)\n")
     argv = [*SMALL, *data, "--out", tmp_path / "out", "--train-iters", 8, "--save-interval", 2,

@@ -3,10 +3,13 @@
 import io
 import json
 import math
+import sys
 
+import pytest
 import torch
 
 from nanogeex import report
+from nanogeex.config import UsageError
 from tests.programs import metrics
 
 RECORD = dict(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, loss_scale=4096.0, skipped=1, samples=320,
@@ -43,3 +46,29 @@ def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next(tmp_path):
 
 def test_unknown_hardware_has_no_peak():
     assert report.peak_flops(torch.device("cpu")) == 0.0
+
+
+def test_tensorboard_gets_the_same_and_goes_on(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report.check_tensorboard(str(tmp_path / "board"))
+    assert report.open_tensorboard(None, 0) is None
+    for start, loss in ((20, 2.5), (21, 2.0)):                  # steps 21 and 22, then 22 again
+        board = report.open_tensorboard(str(tmp_path / "board"), start)
+        for step in range(start + 1, 23):
+            report.append(io.StringIO(), RECORD | dict(step=step, loss=loss), board)
+        board.close()
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert set(events.Tags()["scalars"]) == set(RECORD) - {"step"}
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(21, 2.5), (22, 2.0)]
+
+
+def test_tensorboard_that_cannot_be_had(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", torch)              # is there
+    with pytest.raises(UsageError, match="--tensorboard-dir .*/file: File exists; give one that"):
+        report.check_tensorboard(str(tmp_path / "file"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)               # is not
+    with pytest.raises(UsageError, match="--tensorboard-dir board: tensorboard is not installed;"):
+        report.check_tensorboard("board")
