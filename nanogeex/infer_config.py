@@ -6,6 +6,7 @@ Tests: tests/test_config.py, tests/test_prompts.py.
 from dataclasses import dataclass
 
 from nanogeex.config import DEVICES, DTYPES, UsageError, flag
+from nanogeex.corpus import BY_NAME, LANGUAGES
 
 
 @dataclass
@@ -28,6 +29,12 @@ class InferConfig:
         type=str)
     prompt_ids: list[str] | None = flag(
         None, "input", "token ids to continue, as 5,17,300; needs no --tokenizer")
+    language: str | None = flag(
+        None, "input", "of the prompts: the line that opens its documents, as # language: Python, "
+        "goes before each", type=str)
+    translate_to: str | None = flag(
+        None, "input", "another language: prompts, in --language, are to be translated, as the "
+        "released weights have learnt it", type=str)
     num_samples: int = flag(1, "input", "continuations a prompt", low=1)
 
     out_seq_length: int = flag(
@@ -72,3 +79,15 @@ class InferConfig:
     def __post_init__(self):
         if "" in (self.stop or []):
             raise UsageError("--stop: empty; give the text to stop before")
+        for name in ("language", "translate_to"):
+            given = getattr(self, name) or ""
+            if given and given.lower() not in BY_NAME:
+                raise UsageError(f"--{name.replace('_', '-')} {given}: unknown; choose one of "
+                                 f"{', '.join(LANGUAGES)}")
+            setattr(self, name, BY_NAME.get(given.lower()))
+        if self.translate_to and not self.language:
+            raise UsageError(f"--translate-to {self.translate_to}: from which language? give "
+                             "--language, too")
+        if self.language and self.prompt_ids:
+            raise UsageError(f"--language {self.language}: --prompt-ids are taken as they are; "
+                             "give one of the two")
