@@ -4,7 +4,9 @@ import json
 import os
 import pty
 import select
+import signal
 import sys
+import termios
 
 import pytest
 
@@ -71,8 +73,8 @@ class Terminal:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_conversation(folder, ranks):
     """A prompt, an answer that is stopped, another one that is not, and the end."""
-    terminal = Terminal(folder, "--out-seq-length", "1000", "--language", "python", "--output",
-                        "out.jsonl", ranks=ranks)
+    terminal = Terminal(folder, "--out-seq-length", "1000", "--language", "python", "--greedy",
+                        "--output", "out.jsonl", ranks=ranks)
     assert "Ctrl-C stops the answer" in terminal.until(">>> ")
     terminal.type("def f(x):\n    return\n")
     terminal.until("... ")
@@ -91,5 +93,27 @@ def test_a_conversation(folder, ranks):
     terminal.until(">>> ")
     terminal.type(CTRL_D)
     assert terminal.code() == 0
-    [answered] = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
+    [answered] = records(folder / "out.jsonl")
     assert answered["prompt"] == "y = 1" and answered["tokens"] == 1000
+    if ranks == 1:                                  # the same as without a terminal
+        run("infer.py", "--load", "run", "--end-id", 1000000, "--out-seq-length", 1000, "--greedy",
+            "--language", "Python", "--prompt", "y = 1", "--output", "again.jsonl", cwd=folder)
+        assert answered["ids"] == records(folder / "again.jsonl")[0]["ids"]
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("by, code", [("Ctrl-C", 0), ("SIGTERM", 143)])
+def test_the_terminal_is_left_as_it_was(folder, by, code):
+    terminal = Terminal(folder)
+    before = termios.tcgetattr(terminal.file)
+    terminal.until(">>> ")
+    assert termios.tcgetattr(terminal.file) != before
+    if by == "Ctrl-C":
+        terminal.type(CTRL_C)
+    else:
+        os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.code() == code
+    assert termios.tcgetattr(terminal.file) == before
