@@ -1,8 +1,9 @@
 """What goes into infer.py and what comes out of it, prompt by prompt.
 
-      --prompt TEXT ...     --prompt-file F: the file is one prompt     standard input: one prompt,
-      --prompts-jsonl F     an object a line with `prompt`; its other keys come back    or repl.py's
+      --prompt TEXT ...     --prompt-file F: the file is one prompt
+      --prompts-jsonl F     an object a line with `prompt`; its other keys come back
       --prompt-ids 5,17 ...
+      none of these         standard input is one prompt; in a terminal, repl.py asks for them
 
       --output F.jsonl      an object a sample, in order:  {the prompt's keys, generation, ids,
                             finish, tokens, seconds, temperature, top_k, top_p, seed}
