@@ -1,4 +1,4 @@
-"""infer.py in a terminal: the kernel's, with us at the keyboard."""
+"""infer.py in a terminal (a pty): prompts, answers, Ctrl-C and Ctrl-D, as keys."""
 
 import json
 import os
