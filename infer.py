@@ -1,17 +1,19 @@
 """Continue code: `python infer.py --prompt "def main():"`, or with torchrun on several ranks.
 
-The text goes to standard output as it is decided: each prompt, then its continuation.
+The text goes to standard output as it is decided: each prompt, then its continuation.  Without a
+prompt, in a terminal: asks for them, one after the other.
 """
 
 import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from nanogeex import repl
 from nanogeex.command_line import parse
 from nanogeex.config import UsageError
 from nanogeex.generate import Sample, Sampling, generate
@@ -25,7 +27,7 @@ from nanogeex.mesh import (
     pick_device,
     world_size,
 )
-from nanogeex.prompts import problem, read_prompts, record
+from nanogeex.prompts import from_text, problem, read_prompts, record
 from nanogeex.sources import find, open_weights
 from nanogeex.streaming import TextStream
 from nanogeex.tokenizer import open_tokenizer
@@ -57,53 +59,66 @@ def main(argv: list[str]) -> None:
     prompts = on_rank0(mesh, "prompts", lambda: read_prompts(config, tokenizer))
     model = load_model(weights, config.num_attention_heads, config.precision, mesh,
                        tokenizer.vocab_size if tokenizer else None, config.quantize == "int8")
-    for prompt in prompts:                      # all of them before the first is answered
+    for prompt in prompts or []:                # all of them before the first is answered
         prompt["error"] = prompt["error"] or problem(prompt["ids"], model.config)
     failed = [f"prompt {number}: {prompt['error']}"
-              for number, prompt in enumerate(prompts, 1) if prompt["error"]]
-    if len(failed) == len(prompts):
+              for number, prompt in enumerate(prompts or [], 1) if prompt["error"]]
+    if failed and len(failed) == len(prompts):
         raise UsageError(failed[0])
     for line in failed:
         say(f"not answered: {line}")
     inference_form(model)
 
-    # A turn a sample, in order.
     sampling = Sampling(0.0 if config.greedy else config.temperature, config.top_k, config.top_p)
     end = config.end_id
     if end is None:
         end = tokenizer.end_of_document if tokenizer else -1
-    turns: list[tuple[dict, Sample | None]] = []
-    for number, prompt in enumerate(prompts):
-        if prompt["error"]:
-            turns.append((prompt, None))
-            continue
-        for copy in range(config.num_samples):
-            seed = zlib.crc32(f"{config.seed} {number} {copy}".encode())
-            stream = TextStream(tokenizer, prompt["ids"], config.stop or []) if tokenizer else None
-            turns.append((prompt, Sample(prompt["ids"], config.out_seq_length, seed, stream)))
-
     sys.stdout.reconfigure(errors="backslashreplace")       # a terminal that cannot show it all
     outputs: list[TextIO] = []
     read = [*weights.files, config.prompt_file or "", config.prompts_jsonl or ""]
     on_rank0(mesh, "output", lambda: open_output(config.output, read, outputs))
     show = partial(print, end="", flush=True) if mesh.rank == 0 else (lambda text: None)
-    gap = ""
-    for first in range(0, len(turns), config.micro_batch_size):
-        batch = turns[first:first + config.micro_batch_size]
-        steps = generate(model, [sample for _, sample in batch if sample], sampling, end, mesh,
-                         config.lookup)
-        for prompt, sample in batch:
-            if sample:
-                show(gap + prompt["shown"])
-                gap = "\n\n"
-                for text in as_decided(sample, steps, config.stream):
-                    show(text)
-                its = record(prompt["given"], sample, sampling)
-            else:
-                its = prompt["given"] | {"error": prompt["error"]}
-            for output in outputs:
-                write(output, its)
-    show("\n")
+
+    def answer(prompts: list[dict], before: int = 0, watch: Callable = iter) -> None:
+        """A turn a sample, in order.  `before`: prompts of earlier calls; `watch`: see repl.py."""
+        turns: list[tuple[dict, Sample | None]] = []
+        for number, prompt in enumerate(prompts, before):
+            if prompt["error"]:
+                turns.append((prompt, None))
+                continue
+            for copy in range(config.num_samples):
+                seed = zlib.crc32(f"{config.seed} {number} {copy}".encode())
+                stream = tokenizer and TextStream(tokenizer, prompt["ids"], config.stop or [])
+                turns.append((prompt, Sample(prompt["ids"], config.out_seq_length, seed, stream)))
+        gap = ""
+        for first in range(0, len(turns), config.micro_batch_size):
+            batch = turns[first:first + config.micro_batch_size]
+            steps = watch(generate(model, [sample for _, sample in batch if sample], sampling, end,
+                                   mesh, config.lookup))
+            for prompt, sample in batch:
+                if sample:
+                    show(gap + prompt["shown"])
+                    gap = "\n\n"
+                    for text in as_decided(sample, steps, config.stream):
+                        show(text)
+                    its = record(prompt["given"], sample, sampling)
+                else:
+                    its = prompt["given"] | {"error": prompt["error"]}
+                for output in outputs:
+                    write(output, its)
+        show("\n")
+
+    def reply(number: int, text: str, watch: Callable) -> None:
+        prompt = from_text({"prompt": text}, tokenizer, config) | {"shown": ""}     # it was typed
+        prompt["error"] = prompt["error"] or problem(prompt["ids"], model.config)
+        if prompt["error"]:
+            say(f"not answered: {prompt['error']}")
+        answer([prompt], number, watch)
+
+    if prompts is None:
+        repl.converse(mesh, reply)
+    else:
+        answer(prompts)
 
 
 def as_decided(sample: Sample, steps: Iterator[None], stream: bool) -> Iterator[str]:

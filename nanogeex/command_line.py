@@ -14,6 +14,8 @@ from dataclasses import fields
 
 from nanogeex.config import PRESETS, UsageError, number_or_auto
 
+SHOWN = {"None": "none", "False": "off", "True": "on"}      # defaults, in --help
+
 
 def parse(config_class, argv: list[str], description: str,
           derived: Callable[[dict], dict] = lambda given: {}):
@@ -37,23 +39,24 @@ def parse(config_class, argv: list[str], description: str,
                                nargs={".": "+", "]": "?"}.get(meta["positional"][-1]))
             continue
         names = [_flag_name(f)] + ([meta["short"]] if "short" in meta else [])
+        default = preset_defaults.get(f.name, f.default)
+        shown = meta["help"] + f" (default: {SHOWN.get(str(default), default)})"
+        if default is None and "default: " in meta["help"]:     # what it depends on
+            shown = meta["help"]
         if f.type is bool:
             switch = argparse.BooleanOptionalAction if f.default else "store_true"
-            group.add_argument(*names, action=switch, help=meta["help"])
+            group.add_argument(*names, action=switch, help=shown)
             continue
-        default = preset_defaults.get(f.name, f.default)
-        default = "" if default is None else f" (default: {default})"
         convert = meta.get("type", f.type)
-        options = {"type": convert, "metavar": {int: "N", float: "X"}.get(convert, f.name.upper())}
-        if "choices" in meta:
-            options["metavar"] = " | ".join(meta["choices"])
+        metavar = (meta.get("metavar") or " | ".join(meta.get("choices", []))
+                   or {int: "N", float: "X"}.get(convert, "TEXT"))
+        options = {"type": convert, "metavar": metavar}
         if "list" in str(f.type):
             options |= {"type": str, "action": "extend", "nargs": "+"}
-        group.add_argument(*names, help=meta["help"] + default, **options)
-    for short in ("fp16", "bf16") if "precision" in known else ():
-        groups[known["precision"].metadata["group"]].add_argument(
-            f"--{short}", dest="precision", action="store_const", const=short,
-            help=f"--precision {short}")
+        group.add_argument(*names, help=shown, **options)
+        for short in ("fp16", "bf16") if f.name == "precision" else ():
+            group.add_argument(f"--{short}", dest="precision", action="store_const", const=short,
+                               help=f"the same as --precision {short}")
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, 1)

@@ -23,8 +23,8 @@ class UsageError(ValueError):
 
 def flag(default, group: str, help: str, **meta):
     """A dataclass field that is also a flag.  `meta`: bounds `low` <= value <= `high`, value >
-    `above`; `choices`; `short`, a second name; `type`, where the annotation allows None;
-    `positional`, the name of an argument without a flag."""
+    `above`; `choices`; `short`, a second name; `type`, where the annotation allows None; `metavar`,
+    what --help calls the value; `positional`, the name of an argument without a flag."""
     return field(default=default, metadata=dict(group=group, help=help, **meta))
 
 
@@ -64,14 +64,17 @@ class ModelConfig:
 
 @dataclass
 class TrainConfig(ModelConfig):
-    preset: str = flag("tiny", "run", "named set of defaults",
+    preset: str = flag("tiny", "run", "named set of defaults of the other flags",
                        choices=("tiny", "125m", "codegeex-13b"))
-    out: str = flag("out", "run", "run directory: config, tokenizer, data, metrics, checkpoints")
+    out: str = flag("out", "run", "run directory: config, tokenizer, data, metrics, checkpoints",
+                    metavar="DIR")
     resume: str = flag("auto", "run", "auto: the newest checkpoint of --out, if there is one; "
-                       "none: refuse to continue one; or the PATH of a checkpoint")
+                       "none: refuse to continue one; or the PATH of a checkpoint",
+                       metavar="auto | none | PATH")
     init_from: str | None = flag(
         None, "run", "start from these WEIGHTS: a released file, a directory of parts or a run; "
-        "their shape is the model's; a checkpoint in --out goes before them", type=str)
+        "their shape is the model's; a checkpoint in --out goes before them", type=str,
+        metavar="WEIGHTS")
     seed: int = flag(
         1234, "run", "of the weights and of the order of the samples", low=0, high=2**63 - 1)
     device: str = flag("auto", "run", "auto: CUDA where there is some", choices=DEVICES)
@@ -81,19 +84,21 @@ class TrainConfig(ModelConfig):
 
     data: list[str] | None = flag(
         None, "data", "folders of source files, .jsonl[.gz] files with `code`, or one prepared "
-        "directory; default: the running Python's library and some C++ headers of torch")
+        "directory; default: the running Python's library and some C++ headers of torch",
+        metavar="PATH")
     tokenizer: str | None = flag(
         None, "data", "directory of CodeGeeX's vocab.json and merges.txt, or of a run; default: "
-        "one is trained on the data", type=str)
+        "one is trained on the data", type=str, metavar="DIR")
     num_workers: int = flag(0, "data", "processes that tokenise; 0: one a core", low=0, high=512)
 
     train_iters: int = flag(1000, "training", "optimizer steps in all", low=0)
     micro_batch_size: int | str = flag(
         16, "training", "samples a data rank puts through the model at once, at most; auto: as "
-        "many as fit into memory", low=1, type=number_or_auto)
+        "many as fit into memory", low=1, type=number_or_auto, metavar="N | auto")
     global_batch_size: int = flag(
         16, "training", "samples a step, over all data ranks", low=1, high=10**7)
-    init_method_std: float = flag(0.02, "training", "of the initial weights", above=0)
+    init_method_std: float = flag(
+        0.02, "training", "standard deviation of the initial weights", above=0)
     lr: float = flag(6e-3, "training", "peak learning rate", above=0)
     min_lr: float = flag(1e-5, "training", "learning rate at the end of the cosine", low=0)
     lr_warmup_iters: int | None = flag(
@@ -102,9 +107,10 @@ class TrainConfig(ModelConfig):
     lr_decay_iters: int | None = flag(
         None, "training", "step that reaches --min-lr; default: --train-iters", low=1, type=int)
     hidden_dropout: float = flag(
-        0.0, "training", "of embeddings and of what blocks add to the residual", low=0, high=0.99)
+        0.0, "training", "share of embeddings, and of what blocks add to the residual, that is "
+        "dropped", low=0, high=0.99)
     attention_dropout: float = flag(
-        0.0, "training", "of the attention probabilities", low=0, high=0.99)
+        0.0, "training", "share of the attention probabilities that is dropped", low=0, high=0.99)
     weight_decay: float = flag(0.1, "training", "AdamW's, not on biases and LayerNorms", low=0)
     adam_beta1: float = flag(0.9, "training", "decay of the first moment", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "training", "decay of the second moment", low=0, high=0.999999)
@@ -123,11 +129,14 @@ class TrainConfig(ModelConfig):
         "fp32", "precision", "in which gradients are summed over the data ranks; fp16 sends half",
         choices=("fp32", "bf16", "fp16"))
     ln_fp16: bool = flag(False, "precision", "LayerNorm in the products' precision, not in fp32")
-    initial_loss_scale: float = flag(2.0**12, "precision", "with fp16", above=0)
-    min_loss_scale: float = flag(1.0, "precision", "with fp16", above=0)
+    initial_loss_scale: float = flag(
+        2.0**12, "precision", "of fp16: what losses are multiplied by at first", above=0)
+    min_loss_scale: float = flag(
+        1.0, "precision", "of fp16: an overflow at this one stops the run", above=0)
     loss_scale_window: int = flag(
-        500, "precision", "steps without overflow until the loss scale doubles", low=1)
-    hysteresis: int = flag(2, "precision", "overflows until the loss scale halves", low=1)
+        500, "precision", "of fp16: steps without overflow until the loss scale doubles", low=1)
+    hysteresis: int = flag(
+        2, "precision", "of fp16: overflows until the loss scale halves", low=1)
 
     tensor_model_parallel_size: int = flag(
         1, "parallelism", "ranks that share every layer; the others take other samples",
@@ -142,7 +151,7 @@ class TrainConfig(ModelConfig):
     reshard_after_forward: bool = flag(
         False, "parallelism", "drop a block's weights between forward and backward (ZeRO-3): less "
         "memory, more traffic between data ranks")
-    checkpoint_activations: bool = flag(False, "parallelism", "--recompute full")
+    checkpoint_activations: bool = flag(False, "parallelism", "the same as --recompute full")
     use_cpu_initialization: bool = flag(
         False, "parallelism", "accepted, without effect: weights are always filled in place")
 
@@ -152,21 +161,25 @@ class TrainConfig(ModelConfig):
         None, "dry run", "ranks of the job; default: --tp", low=1, type=int)
     json: bool = flag(False, "dry run", "print JSON instead of a table")
     accelerator: str = flag("A100-80", "dry run", "device to reckon with: V100, A100-40, A100-80, "
-                            "H100, H200; the next four mend it")
+                            "H100, H200; the next four mend it", metavar="NAME")
     peak_tflops: float | None = flag(
-        None, "dry run", "16-bit peak of a device, TFLOP/s", above=0, type=float)
-    memory_gib: float | None = flag(None, "dry run", "its memory, GiB", above=0, type=float)
+        None, "dry run", "16-bit peak of a device, TFLOP/s; default: --accelerator's",
+        above=0, type=float)
+    memory_gib: float | None = flag(
+        None, "dry run", "its memory, GiB; default: as above", above=0, type=float)
     link_gb_s: float | None = flag(
-        None, "dry run", "its links in a node, GB/s one way", above=0, type=float)
+        None, "dry run", "its links in a node, GB/s one way; default: as above",
+        above=0, type=float)
     network_gb_s: float | None = flag(
-        None, "dry run", "its part of the node's network, GB/s one way", above=0, type=float)
+        None, "dry run", "its part of the node's network, GB/s one way; default: as above",
+        above=0, type=float)
     devices_per_node: int = flag(8, "dry run", "devices that the faster links join", low=1)
     compute_efficiency: float = flag(
         0.5, "dry run", "of the peak, what kernels reach", above=0, high=1)
 
     debug_inf: str | None = flag(
         None, "logging", "STEP:RANK plants an inf in that rank's gradient at that step, to try "
-        "what an overflow does", type=str)
+        "what an overflow does", type=str, metavar="STEP:RANK")
     log_interval: int = flag(10, "logging", "steps between log lines", low=1)
     tensorboard_dir: str | None = flag(
         None, "logging", "for TensorBoard, if it is installed: what metrics.jsonl gets", type=str)
@@ -195,8 +208,8 @@ class TrainConfig(ModelConfig):
         if self.debug_inf and not re.fullmatch(r"\d+:\d+", self.debug_inf):
             raise UsageError(f"--debug-inf {self.debug_inf}: not STEP:RANK; give two numbers")
         if not self.dry_run and (self.world_size or self.json):
-            raise UsageError("--world-size and --json: are for --dry-run; add it, or let torchrun "
-                             "make the world")
+            given = f"--world-size {self.world_size}" if self.world_size else "--json"
+            raise UsageError(f"{given}: is for --dry-run; add that, or let torchrun make the world")
         if self.dry_run and self.micro_batch_size == "auto":
             raise UsageError("--micro-batch-size auto: measures a device, --dry-run has none; give "
                              "a number")

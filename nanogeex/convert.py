@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.serialization import skip_data
 from tqdm import tqdm
 
-from nanogeex.config import ModelConfig, UsageError
+from nanogeex.config import DTYPES, ModelConfig, UsageError
 from nanogeex.mesh import Mesh
 from nanogeex.parameters import origin, split_table
 from nanogeex.released_layout import PART, flatten, nest, released_name
@@ -130,9 +130,9 @@ def _write_tensor(file: FileIO, offset: int, like: Tensor, name: str, at: tuple[
             fill(rows, name, begin, weights)
             converted = found and found[0][1].dtype != rows.dtype
             if converted and rows.isinf().any() and not any(v.isinf().any() for _, v in found):
-                dtype = str(rows.dtype).removeprefix("torch.")
-                raise UsageError(f"--dtype: {released_name(name)} has values that {dtype} cannot "
-                                 "hold; take fp32 or bf16")
+                [short] = [short for short, dtype in DTYPES.items() if dtype == rows.dtype]
+                raise UsageError(f"--dtype {short}: cannot hold the values of "
+                                 f"{released_name(name)}; take fp32 or bf16")
         content = memoryview(rows.view(torch.uint8).numpy()).cast("B")
         while content:                                  # a write may take less than it is given
             content = content[file.write(content):]

@@ -55,7 +55,8 @@ def damage(path: Path, mesh: Mesh) -> str | None:
                 if found[1] != checksum:
                     return f"{name} is not what was written: its checksum differs"
                 if name == ".metadata":
-                    _OnlyDCP(open(path / name, "rb")).load()
+                    with open(path / name, "rb") as file:
+                        _OnlyDCP(file).load()
         except UsageError as error:
             return str(error)
         except OSError as error:

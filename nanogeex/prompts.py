@@ -1,8 +1,9 @@
 """What goes into infer.py and what comes out of it, prompt by prompt.
 
-      --prompt TEXT ...     --prompt-file F: the file is one prompt     standard input: one prompt
+      --prompt TEXT ...     --prompt-file F: the file is one prompt
       --prompts-jsonl F     an object a line with `prompt`; its other keys come back
       --prompt-ids 5,17 ...
+      none of these         standard input is one prompt; in a terminal, repl.py asks for them
 
       --output F.jsonl      an object a sample, in order:  {the prompt's keys, generation, ids,
                             finish, tokens, seconds, temperature, top_k, top_p, seed}
@@ -10,6 +11,9 @@
 A text is a prompt character by character, as it is; only a byte order mark is no part of it.  A
 prompt that cannot be answered, because it fills the context or has no ids, has `error` in its
 object, and the others are answered.  Nothing is cut off a prompt.
+
+--language and --translate-to put lines around each prompt that tell the model what follows, as in
+its training.  Records do not show them.
 
 Tests: tests/test_prompts.py.
 """
@@ -21,15 +25,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nanogeex.config import ModelConfig, UsageError
+from nanogeex.corpus import language_line
 from nanogeex.generate import Sample, Sampling
 from nanogeex.infer_config import InferConfig
 from nanogeex.tokenizer import CodeGeeXTokenizer, CodeTokenizer
 
 
 def read_prompts(config: InferConfig, tokenizer: CodeTokenizer | CodeGeeXTokenizer | None
-                 ) -> list[dict]:
+                 ) -> list[dict] | None:
     """A dictionary a prompt: `given`, the keys of its record; `shown`; `ids`; `error` or None.
-    Raises UsageError for files that are not what their flag says."""
+    None, instead of all of them: a terminal is there to ask.  Raises UsageError for files that are
+    not what their flag says."""
     sources = ["prompt", "prompt_file", "prompts_jsonl", "prompt_ids"]
     named = ["--" + name.replace("_", "-") for name in sources if getattr(config, name) is not None]
     if len(named) > 1:
@@ -43,10 +49,12 @@ def read_prompts(config: InferConfig, tokenizer: CodeTokenizer | CodeGeeXTokeniz
     elif config.prompt:
         objects = [{"prompt": text} for text in config.prompt]
     else:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            return None
         if sys.stdin.isatty():
             print("type the text to continue; Ctrl-D ends it", file=sys.stderr)
         objects = [{"prompt": _text(sys.stdin.buffer.read(), "standard input")}]
-    return [_from_text(given, tokenizer) for given in objects]
+    return [from_text(given, tokenizer, config) for given in objects]
 
 
 def _from_ids(given: str, tokenizer: CodeTokenizer | CodeGeeXTokenizer | None) -> dict:
@@ -60,13 +68,24 @@ def _from_ids(given: str, tokenizer: CodeTokenizer | CodeGeeXTokenizer | None) -
             "shown": tokenizer.decode(ids) if tokenizer else given}
 
 
-def _from_text(given: dict, tokenizer: CodeTokenizer | CodeGeeXTokenizer) -> dict:
+def from_text(given: dict, tokenizer: CodeTokenizer | CodeGeeXTokenizer, config: InferConfig
+              ) -> dict:
     """A document begins where another has ended: so does the empty prompt."""
+    text = as_trained(given["prompt"], config.language or "", config.translate_to)
     try:
-        ids, error = tokenizer.encode(given["prompt"]) or [tokenizer.end_of_document], None
+        ids, error = tokenizer.encode(text) or [tokenizer.end_of_document], None
     except UnicodeEncodeError as problem:
         ids, error = [], f"not Unicode ({problem.reason} at position {problem.start}); convert it"
-    return {"given": given, "shown": given["prompt"], "ids": ids, "error": error}
+    return {"given": given, "shown": text, "ids": ids, "error": error}
+
+
+def as_trained(text: str, language: str, translate_to: str | None) -> str:
+    """The text after its language line, as documents begin; or as the source of a translation, in
+    the form that CodeGeeX's own benchmark has (codegeex/benchmark/utils.py in THUDM/CodeGeeX,
+    `read_translation_dataset`; there the translation's declaration follows)."""
+    if translate_to:
+        return f"code translation\n{language}:\n{text.rstrip()}\n{translate_to}:\n"
+    return language_line(language) + text
 
 
 def _text(content: bytes, what: str) -> str:

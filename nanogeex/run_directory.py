@@ -66,7 +66,7 @@ def find_start(config: TrainConfig, mesh: Mesh, say: Callable[[str], None]) -> P
     if on_rank0(mesh, "a run or a checkpoint", (start / "checkpoints").is_dir):
         start = integrity.find(start / "checkpoints", mesh, say) or start
     elif start != own and (problem := integrity.damage(start, mesh)):
-        raise UsageError(f"--resume {start}: {problem}")
+        raise UsageError(f"--resume {start}: {problem}; --resume auto takes the newest whole one")
     if own and start.resolve() != own.resolve():
         raise UsageError(f"--resume {start}: --out {config.out} has a checkpoint of its own, {own};"
                          " give another --out, or remove that")

@@ -51,7 +51,7 @@ def find(given: str, mesh: Mesh | None = None, say: Callable[[str], None] = prin
         path = integrity.find(path / "checkpoints", mesh, say) or path
     elif on_rank0(mesh, f"{given}: a checkpoint", (path / "meta.json").is_file):
         if problem := integrity.damage(path, mesh):
-            raise UsageError(f"{given}: {problem}")
+            raise UsageError(f"{given}: {problem}; give the run, for its newest whole checkpoint")
     if path.is_file() or (path / "meta.json").is_file() or any(path.glob("mp_rank_*.pt")):
         return path.resolve()
     raise UsageError(f"{given}: no released file, no directory of {PART.format(0)} ..., and no run "
@@ -79,7 +79,7 @@ def open_weights(path: Path) -> Weights:
     for file in wanted:
         if file not in files:
             raise UsageError(f"{file}: missing; {files[0].name} is cut {count} ways, and "
-                             f"{len(files)} parts are there")
+                             f"{len(files)} parts are there; get it, too")
     for file in files:
         if file not in wanted:
             raise UsageError(f"{file}: not one of the {count} parts of {files[0].name}; take it "
@@ -123,8 +123,9 @@ def read_run(weights: Weights, pieces: dict[str, Tensor], table: dict[str, Split
     from nanogeex import checkpoint
 
     if table != weights.table:
-        raise UsageError(f"--vocab-size: {weights.path} has {weights.config.padded_vocab_size} rows"
-                         ", padding included; leave it out")
+        rows = table["word_embeddings.weight"].shape[0]
+        raise UsageError(f"--vocab-size: makes {rows} rows, padding included, {weights.path} has "
+                         f"{weights.config.padded_vocab_size}; leave it out")
     checkpoint.load(weights.path, pieces, None, table, mesh)
 
 

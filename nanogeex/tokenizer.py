@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import sentencepiece
+from tqdm import tqdm
 
 from nanogeex.codegeex_tokenizer import END_OF_DOCUMENT, CodeGeeXTokenizer
 from nanogeex.config import UsageError
@@ -86,7 +87,8 @@ def train(documents: Iterable[str], vocab_size: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(_escape(text) for text in documents), model_writer=model,
+            sentence_iterator=map(_escape, tqdm(documents, "tokenizer reads", disable=None,
+                                                leave=False)), model_writer=model,
             model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
             num_threads=2,                      # is written into the model: a fixed number
             normalization_rule_name="identity", add_dummy_prefix=False,

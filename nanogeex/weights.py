@@ -16,13 +16,14 @@ model is the only copy in memory.
 Tests: tests/test_weights.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from nanogeex import integrity, quantize
 from nanogeex.config import DTYPES, ModelConfig, UsageError, check_shape
@@ -129,7 +130,7 @@ def load_model(path: str | Path | Weights, num_attention_heads: int | None = Non
     dtype = dtype or (torch.float32 if mesh.device.type == "cpu" else own)
     model = on_meta(config, mesh, options)
     table, names = split_table(model), dict(model.named_parameters())
-    for _, group in groupby(names, lambda name: name.split(".")[:2]):
+    for _, group in groupby(_bar(names, mesh), lambda name: name.split(".")[:2]):
         group = list(group)
         if weights.trained:
             pieces = {name: torch.empty(names[name].shape, device=mesh.device) for name in group}
@@ -151,6 +152,11 @@ def load_model(path: str | Path | Weights, num_attention_heads: int | None = Non
     return model.eval()
 
 
+def _bar(tensors: Collection, mesh: Mesh) -> tqdm:
+    """Shows on rank 0, in a terminal, how many of them have been read."""
+    return tqdm(tensors, "loading", unit=" tensors", disable=mesh.rank > 0 or None, leave=False)
+
+
 def fill_shards(path: str, shards: dict[str, Tensor], table: dict[str, Split], mesh: Mesh,
                 say: Callable[[str], None]) -> None:
     """A training run's masters, before its first step: this rank's pieces, cut by tp and by dp."""
@@ -158,7 +164,7 @@ def fill_shards(path: str, shards: dict[str, Tensor], table: dict[str, Split], m
     if weights.trained:
         read_run(weights, shards, table, mesh)
     else:
-        for name, shard in shards.items():
+        for name, shard in _bar(shards.items(), mesh):
             fill(shard, name, origin(table[name], mesh), weights)
     notes = weights.notes + vocabulary_note(weights, table[WORDS].shape[0])
     say("; ".join([f"starting from {weights.kind} {path}", *notes]))

@@ -6,6 +6,7 @@ import torch
 from nanogeex.command_line import parse
 from nanogeex.config import TrainConfig, UsageError, default_precision
 from nanogeex.infer_config import InferConfig
+from shard import ShardConfig
 
 
 def train(*argv):
@@ -84,11 +85,25 @@ def test_mistakes_are_one_line_with_field_value_and_remedy(argv, says):
     assert says in str(mistake.value) and "\n" not in str(mistake.value)
 
 
-@pytest.mark.parametrize("config", [TrainConfig, InferConfig])
-def test_help_lists_every_flag(config, capsys):
+@pytest.mark.parametrize("argv, says", [
+    ("--language Pyhton", "--language Pyhton: unknown; choose one of Assembly, C, C#, C++"),
+    ("--language C --translate-to Jav", "--translate-to Jav: unknown; choose one of"),
+    ("--translate-to java", "--translate-to Java: from which language? give --language, too"),
+    ("--language c --prompt-ids 5", "--language C: --prompt-ids are taken as they are"),
+    ("--stop=", "--stop: empty")])
+def test_mistakes_of_infer(argv, says):
+    with pytest.raises(UsageError) as mistake:
+        parse(InferConfig, argv.split(), "")
+    assert says in str(mistake.value) and "\n" not in str(mistake.value)
+
+
+@pytest.mark.parametrize("config", [TrainConfig, InferConfig, ShardConfig])
+def test_help_lists_every_flag_with_its_default(config, capsys):
     with pytest.raises(SystemExit) as leave:
         parse(config, ["--help"], "words")
     assert leave.value.code == 0
     text = capsys.readouterr().out
-    for name in config.__dataclass_fields__:
-        assert "--" + name.replace("_", "-") in text
+    flags = {entry.split()[0].strip(","): entry for entry in text.split("\n  --")[1:]}
+    for name, field in config.__dataclass_fields__.items():
+        if "positional" not in field.metadata:
+            assert "default:" in flags[name.replace("_", "-")].replace("\n", " "), name

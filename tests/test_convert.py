@@ -203,7 +203,7 @@ def test_values_that_fp16_cannot_hold(tmp_path):
     whole["layers.0.mlp.dense_h_to_4h.weight"] *= 1e30
     torch.save(nest(whole, 1), tmp_path / "huge.pt")
     refused(tmp_path, "huge.pt", "half.pt", "--tp", 1, "--dtype", "fp16", says=[
-        "--dtype: transformer.layers.0.mlp.dense_h_to_4h.weight has values that float16 cannot"])
+        "--dtype fp16: cannot hold the values of transformer.layers.0.mlp.dense_h_to_4h.weight"])
 
 
 def test_a_disk_that_fills(tmp_path):

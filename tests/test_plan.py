@@ -131,7 +131,7 @@ def test_numbers_of_a_device_are_flags():
 @pytest.mark.parametrize("argv, says", [
     (["--dry-run", "--world-size", "9", "--tp", "2"], "--world-size 9: --tp 2 does not divide it"),
     (["--dry-run", "--accelerator", "B9"], "--accelerator B9: unknown; choose one of V100,"),
-    (["--world-size", "8"], "--world-size and --json: are for --dry-run"),
+    (["--world-size", "8"], "--world-size 8: is for --dry-run"),
     (["--dry-run", "--micro-batch-size", "auto"], "--micro-batch-size auto: measures a device")])
 def test_mistakes(argv, says):
     with pytest.raises(UsageError, match=says):

@@ -38,6 +38,18 @@ def test_a_file_is_one_prompt_as_it_is(tmp_path, content, text):
     assert (prompt["ids"] == [TOKENIZER.end_of_document]) == (text == "")
 
 
+@pytest.mark.parametrize("language, translate_to, shown", [
+    ("PYTHON", None, "# language: Python\nx = 1 \n\n"),
+    ("cpp", None, "// language: C++\nx = 1 \n\n"),
+    ("html", None, "<!-- language: HTML -->\nx = 1 \n\n"),
+    ("python", "java", "code translation\nPython:\nx = 1\nJava:\n")])
+def test_lines_around_a_prompt(language, translate_to, shown):
+    """The model sees them, the record does not."""
+    [prompt] = prompts(prompt=["x = 1 \n\n"], language=language, translate_to=translate_to)
+    assert prompt["given"] == {"prompt": "x = 1 \n\n"}
+    assert prompt["shown"] == TOKENIZER.decode(prompt["ids"]) == shown
+
+
 def test_objects_come_back(tmp_path):
     lines = ['{"prompt": "a\u2028b", "task_id": "Py/0", "n": [1]}', "", ' {"prompt": ""}\r',
              '{"prompt": "\\ud800"}', '{"prompt": "last"}']
@@ -139,35 +151,35 @@ def test_a_missing_file_on_two_ranks(folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_leaves_no_process(folder, ranks):
     """Interrupted while it writes, as from a terminal: the whole process group gets the signal."""
-    lines = json.dumps({"prompt": "def"}) + "\n"
-    (folder / "many.jsonl").write_text(lines * 5000)
+    many = folder / "many.jsonl"
+    many.write_text((json.dumps({"prompt": "def"}) + "\n") * 5000)
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     process = subprocess.Popen(
-        [*start, ROOT / "infer.py", "--load", "run", "--prompts-jsonl", "many.jsonl", "--output",
+        [*start, ROOT / "infer.py", "--load", "run", "--prompts-jsonl", many, "--output",
          "cut.jsonl"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         start_new_session=True)
     assert process.stdout.read(100)
+    assert len(alive(many)) == (1 if ranks == 1 else 3)         # torchrun, too
     os.killpg(process.pid, signal.SIGINT)
     process.stdout.close()
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=60) == (130 if ranks == 1 else 1)       # 1 is torchrun's own
     deadline = time.monotonic() + 10
-    while alive(process.pid) and time.monotonic() < deadline:
+    while alive(many) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not alive(process.pid)
+    assert not alive(many)
     for line in (folder / "cut.jsonl").read_text().splitlines():
         json.loads(line)
 
 
-def alive(session):
-    """Processes of a session, zombies apart."""
+def alive(word):
+    """Processes with this on their command line; torchrun's workers have sessions of their own."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            state, _, _, its = path.read_text().rpartition(")")[2].split()[:4]
+            if os.fsencode(word) in path.read_bytes():
+                found.append(path)
         except OSError:
             continue
-        if int(its) == session and state != "Z":
-            found.append(path)
     return found
