@@ -1,9 +1,10 @@
 """How fast is a step of training: `python -m benchmarks.training [fp32 bf16 ...] [--rounds N]`.
 
-A model of 5 + 1 blocks of 512 and 8 x 256 tokens a step against the plain GPT of `reference.py`,
-6 blocks, in turn: one process of two threads; and two processes of one thread, as data ranks
-against DDP and FSDP2, as tensor-parallel ranks against torch's parallelize_module.  All sides take
-AdamW, fused.  In bf16 the reference computes under autocast, FSDP2 in its mixed precision.
+A model of 5 + 1 blocks of 512, 8 samples of 256 tokens a step, against the plain GPT of
+`reference.py`, 6 blocks, in turn: one process of two threads; and two processes of one thread, as
+data ranks against DDP and FSDP2, as tensor-parallel ranks against torch's parallelize_module.  All
+sides take AdamW, fused.  In bf16 the reference computes under autocast, FSDP2 in its mixed
+precision.
 
 A ratio is the median over rounds of the other side's time over ours.
 """
@@ -42,13 +43,19 @@ from nanogeex.samples import Windows
 from train import forward_backward
 
 SHAPE = dict(num_layers=5, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192,
-             micro_batch_size=8, global_batch_size=8, init_method_std=0.02, lr=1e-4)
-IDS = np.random.default_rng(0).integers(0, 8192, (8, 257))
+             init_method_std=0.02, lr=1e-4)
+
+PRODUCTS = 4
 
 
-def ours(precision: str, tp: int, rank: int, ranks: int, store: str):
+def batch(samples: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 8192, (samples, 257))
+
+
+def ours(precision: str, samples: int, tp: int, rank: int, ranks: int, store: str):
     """What train.py's loop does, but for the log and what it decides by it."""
     config = TrainConfig(**SHAPE, precision=precision, tensor_model_parallel_size=tp)
+    windows = Windows(batch(samples), 0, 0)
     keep_freed_memory()
     mesh = init_mesh(tp, torch.device("cpu"), 60, store)
     with torch.device("meta"):
@@ -60,7 +67,7 @@ def ours(precision: str, tp: int, rank: int, ranks: int, store: str):
     optimizer = adamw(shards, config)
 
     def step() -> None:
-        sums = forward_backward(model, compute, Windows(IDS, 0, 0), np.arange(len(IDS)), 8,
+        sums = forward_backward(model, compute, windows, np.arange(samples), samples,
                                 1 / config.seq_length, config, mesh)
         total, tokens = (all_reduce_sum(sums, mesh.world_group) / mesh.tp).tolist()
         gradients = {name: zero.local(weight.grad) for name, weight in model.named_parameters()}
@@ -71,7 +78,7 @@ def ours(precision: str, tp: int, rank: int, ranks: int, store: str):
     return step
 
 
-def plain(precision: str, kind: str, rank: int, ranks: int, store: str):
+def plain(precision: str, samples: int, kind: str, rank: int, ranks: int, store: str):
     """The reference: `kind` single, ddp, fsdp or tp."""
     torch.manual_seed(0)
     if ranks > 1:
@@ -79,7 +86,7 @@ def plain(precision: str, kind: str, rank: int, ranks: int, store: str):
     model: nn.Module = GPT(TrainConfig(**SHAPE | dict(num_layers=6)))
     dtype = DTYPES[precision]
     cast = torch.autocast("cpu", dtype) if precision != "fp32" else nullcontext()
-    context = nullcontext()
+    context = nullcontext
     if kind == "ddp":
         model = DistributedDataParallel(model)
     elif kind == "fsdp":
@@ -87,7 +94,7 @@ def plain(precision: str, kind: str, rank: int, ranks: int, store: str):
         for module in [*model.blocks, model]:
             fully_shard(module, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     elif kind == "tp":
-        context = loss_parallel()
+        context = loss_parallel
         for block in model.blocks:
             parallelize_module(block, mesh := init_device_mesh("cpu", (ranks,)), {
                 "qkv": ColwiseParallel(), "proj": RowwiseParallel(),
@@ -96,15 +103,15 @@ def plain(precision: str, kind: str, rank: int, ranks: int, store: str):
             "words": RowwiseParallel(input_layouts=Replicate()),
             "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
         model.head.weight = model.words.weight
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     alike = [[weight for weight in model.parameters() if isinstance(weight, DTensor) == cut]
-             for cut in (True, False)]                  # torch clips them apart
-    alike, ids = [weights for weights in alike if weights], torch.from_numpy(IDS)
+             for cut in (True, False)]                  # torch clips and steps them apart
+    alike, ids = [weights for weights in alike if weights], torch.from_numpy(batch(samples))
+    optimizer = torch.optim.AdamW([dict(params=weights) for weights in alike], lr=1e-4, fused=True)
     if kind in ("ddp", "fsdp"):
         ids = ids[rank::ranks]
 
     def step() -> None:
-        with cast, context:
+        with cast, context():
             loss = model(ids[:, :-1], ids[:, 1:])
             loss.backward()
         for parameters in alike:
@@ -116,34 +123,34 @@ def plain(precision: str, kind: str, rank: int, ranks: int, store: str):
 
 
 def matrix_peak(precision: str, rank: int, ranks: int, store: str):
-    """2,048 x 512 by 512 x 2,048, as in the model, 20 times."""
+    """2,048 x 512 by 512 x 2,048, as in the model, PRODUCTS times."""
     a, b = (torch.randn(*shape).to(DTYPES[precision]) for shape in ((2048, 512), (512, 2048)))
-    return lambda: [torch.mm(a, b) for _ in range(20)]
+    return lambda: [torch.mm(a, b) for _ in range(PRODUCTS)]
 
 
-def compare(precision: str, number: int) -> dict:
-    found: dict = {"precision": precision}
-    print(f"\n{precision}, one process of 2 threads")
+def compare(precision: str, samples: int, number: int) -> dict:
+    found: dict = {"precision": precision, "samples": samples}
+    print(f"\n{precision}, {samples} x 256 tokens a step, one process of 2 threads")
     sides = {"matrix": Side(partial(matrix_peak, precision), threads=2),
-             "nanogeex": Side(partial(ours, precision, 1), threads=2),
-             "plain reference": Side(partial(plain, precision, "single"), threads=2)}
+             "nanogeex": Side(partial(ours, precision, samples, 1), threads=2),
+             "plain reference": Side(partial(plain, precision, samples, "single"), threads=2)}
     rounds(sides, number, 1)
-    peak = 20 * 2 * 2048 * 512 * 2048 / sides["matrix"].median()
+    peak = PRODUCTS * 2 * 2048 * 512 * 2048 / sides["matrix"].median()
     config = TrainConfig(**SHAPE)
     print(f"matrix products reach {peak / 1e9:.0f} GFLOP/s")
     for name in ("nanogeex", "plain reference"):
-        speed = 2048 / sides[name].median()
+        speed = 256 * samples / sides[name].median()
         mfu = config.flops_per_token() * speed / peak
         print(f"  {name:<20}{speed:8.0f} tokens/s, mfu {mfu:.0%}, peak {sides[name].peak:.0f} MB")
     found["single"] = dict(
-        tokens_per_s=2048 / sides["nanogeex"].median(), peak_mb=sides["nanogeex"].peak,
+        tokens_per_s=256 * samples / sides["nanogeex"].median(), peak_mb=sides["nanogeex"].peak,
         times=sides["nanogeex"].times(sides["plain reference"]),
         memory=sides["nanogeex"].peak / sides["plain reference"].peak)
     print("  {times:.2f} times as fast, {memory:.2f} of the memory".format(**found["single"]))
     for tp, others in ((1, ("ddp", "fsdp")), (2, ("tp",))):
         print(f"{precision}, two processes of one thread, dp {2 // tp} x tp {tp}")
-        sides = {"nanogeex": Side(partial(ours, precision, tp), 2)}
-        sides |= {kind: Side(partial(plain, precision, kind), 2) for kind in others}
+        sides = {"nanogeex": Side(partial(ours, precision, samples, tp), 2)}
+        sides |= {kind: Side(partial(plain, precision, samples, kind), 2) for kind in others}
         rounds(sides, number, 1)
         print(f"  nanogeex            {sides['nanogeex'].median():.2f} s a step, peak "
               f"{sides['nanogeex'].peak:.0f} MB a rank")
@@ -159,10 +166,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("precisions", nargs="*", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--samples", type=int, default=8, help="a step, of 256 tokens; even")
     parser.add_argument("--json", help="file to write the figures to")
     given = parser.parse_args(argv)
     began = time.perf_counter()
-    found = [compare(precision, given.rounds) for precision in given.precisions]
+    found = [compare(precision, given.samples, given.rounds) for precision in given.precisions]
     if given.json:
         with open(given.json, "w") as file:
             json.dump(found, file, indent=1)
