@@ -16,9 +16,9 @@ from typing import TextIO
 from nanogeex import repl
 from nanogeex.command_line import parse
 from nanogeex.config import UsageError
+from nanogeex.decoder import Decoder
 from nanogeex.generate import Sample, Sampling, generate
 from nanogeex.infer_config import InferConfig
-from nanogeex.inference_form import inference_form
 from nanogeex.mesh import (
     end_with_parent,
     init_mesh,
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
         raise UsageError(failed[0])
     for line in failed:
         say(f"not answered: {line}")
-    inference_form(model)
+    decoder = Decoder(model)
 
     sampling = Sampling(0.0 if config.greedy else config.temperature, config.top_k, config.top_p)
     end = config.end_id
@@ -93,8 +93,8 @@ def main(argv: list[str]) -> None:
         gap = ""
         for first in range(0, len(turns), config.micro_batch_size):
             batch = turns[first:first + config.micro_batch_size]
-            steps = watch(generate(model, [sample for _, sample in batch if sample], sampling, end,
-                                   mesh, config.lookup))
+            samples = [sample for _, sample in batch if sample]
+            steps = watch(generate(decoder, samples, sampling, end, mesh, config.lookup))
             for prompt, sample in batch:
                 if sample:
                     show(gap + prompt["shown"])

@@ -4,7 +4,6 @@ A model of 5 + 1 blocks of 512 with random weights: prefill and decode, in token
 1 and 8, after prompts of 64 and 512 tokens, in fp32, bf16 and int8, on one process and on tp 2; the
 medians of rounds that take turns, and each best round's share of the bound.  The bound: weights
 and cache that a step reads, over the bandwidth of reading 256 MB, measured in the same rounds.
-"as trained" is the same loop on the model before inference_form.py.
 
 With a trained RUN: what int8 changes in its logits, its text and its bits per byte; and what drafts
 save, on prompts of its validation text, once as it is and once after a copy of itself.
@@ -20,17 +19,19 @@ import torch
 import torch.nn.functional as F
 
 from nanogeex.config import ModelConfig
+from nanogeex.decoder import Decoder
 from nanogeex.generate import Sample, Sampling, generate
-from nanogeex.inference_form import inference_form
 from nanogeex.mesh import Mesh
 from nanogeex.quantize import applies_to, fill
 from nanogeex.samples import open_windows
 from nanogeex.sources import find, on_meta, open_weights
+from nanogeex.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from nanogeex.vocab_parallel import VocabParallelEmbedding
 from nanogeex.weights import load_model
 from tests.ranks import on_ranks
 
 SHAPE = ModelConfig(5, 512, 8, 1024, 8192)
-KINDS = ("as trained", "fp32", "bf16", "int8")
+KINDS = ("fp32", "bf16", "int8")
 NEW = 48                                        # tokens a round and row
 
 
@@ -41,19 +42,16 @@ def random_model(kind: str, mesh: Mesh):
         weight.normal_(0, 0.02, generator=generator)
         if kind == "int8" and applies_to(name):
             fill(model.get_submodule(name.removesuffix(".weight")), weight.data, mesh)
-    model = model.bfloat16() if kind == "bf16" else model
-    return model if kind == "as trained" else inference_form(model)
+    return Decoder(model.bfloat16() if kind == "bf16" else model)
 
 
-def bytes_a_step(model, batch: int, tokens: int) -> int:
-    """Tables of positions are not read, but a row or two."""
-    tables = [model.position_embeddings, model.top_query_embeddings]
-    if hasattr(model.word_embeddings, "packed"):        # a copy of its own is the head
-        tables.append(model.word_embeddings)
-    weights = sum(weight.nbytes for weight in model.parameters())
-    weights -= sum(table.weight.nbytes for table in tables)
-    return weights + sum(block.keys.nbytes + block.values.nbytes for block in model.empty_cache(
-        batch, tokens, model.word_embeddings.weight.dtype))
+def bytes_a_step(decoder: Decoder, batch: int, tokens: int) -> int:
+    """Weights and cache.  Of embeddings a row is read, but for the head's."""
+    size = decoder.empty_cache(batch, tokens).nbytes
+    for module in decoder.model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            size += module.weight.nbytes if module.weight is not None else module.packed.nbytes
+    return size
 
 
 def seconds(model, prompt: int, batch: int, mesh: Mesh, lookup: int = 0) -> tuple[float, float]:
@@ -121,11 +119,10 @@ def accuracy(run: str) -> None:
     losses = [F.cross_entropy(each.flatten(0, 1), ids[:, 1:].flatten()).item() for each in logits]
     bits = [loss / math.log(2) * val.tokens / val.bytes for loss in losses]
     prompts = [row[:config.seq_length // 4].tolist() for row in ids]
-    made = []
-    for model in models:
-        inference_form(model)
+    decoders, made = [Decoder(model) for model in models], []
+    for decoder in decoders:
         samples = [Sample(prompt, 200, 0) for prompt in prompts]
-        list(generate(model, samples, Sampling(), -1, Mesh()))
+        list(generate(decoder, samples, Sampling(), -1, Mesh()))
         made.append([sample.ids for sample in samples])
     same = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
             for pair in zip(*made, strict=True)]
@@ -144,7 +141,7 @@ def accuracy(run: str) -> None:
             for lookup in (0, 16):
                 sample = Sample(prompt, half // 2, 0)
                 began = time.perf_counter()
-                counts.append(sum(1 for _ in generate(models[0], [sample], Sampling(), -1, Mesh(),
+                counts.append(sum(1 for _ in generate(decoders[0], [sample], Sampling(), -1, Mesh(),
                                                       lookup)))
                 took.append((time.perf_counter() - began, sample.ids))
             assert took[0][1] == took[1][1]

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanogeex.config import UsageError
+from nanogeex.decoder import Decoder
 from nanogeex.lookup import Lookup
 from nanogeex.mesh import Mesh
-from nanogeex.model import CodeGeeX, KeysValues
 from nanogeex.streaming import TextStream
 
 NOT_FINITE, NOT_TAKEN = -1, -2          # in the place of ids
@@ -102,7 +102,7 @@ def choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     return ids.gather(1, at)[:, 0].where(logits[:, 0].isfinite(), NOT_FINITE)
 
 
-def on_rank0_of_tp(logits: Tensor, model: CodeGeeX, mesh: Mesh) -> Tensor:
+def on_rank0_of_tp(logits: Tensor, model: Decoder, mesh: Mesh) -> Tensor:
     """This rank's logits (N, V/tp) -> all of them, without padding ids: (N, V) on rank 0."""
     if mesh.tp > 1:
         logits = logits.contiguous()
@@ -123,14 +123,8 @@ def shared(chosen: Tensor, mesh: Mesh) -> list[int]:
     return ids
 
 
-def row(cache: list[KeysValues], i: int, padding: int) -> list[KeysValues]:
-    """A view of one row of the cache, its padding left out."""
-    return [KeysValues(block.keys[i:i + 1, :, padding:], block.values[i:i + 1, :, padding:])
-            for block in cache]
-
-
 @torch.inference_mode()
-def generate(model: CodeGeeX, samples: list[Sample], sampling: Sampling, end: int, mesh: Mesh,
+def generate(model: Decoder, samples: list[Sample], sampling: Sampling, end: int, mesh: Mesh,
              lookup: int = 0) -> Iterator[None]:
     """Continue the samples together, the same on every rank, until each has a `finish`; yields when
     some have grown.  `end` is the id to stop before.  With `lookup`, drafts of up to that many
@@ -143,18 +137,19 @@ def generate(model: CodeGeeX, samples: list[Sample], sampling: Sampling, end: in
     longest = max(len(sample.prompt) for sample in samples)
     padding = [longest - len(sample.prompt) for sample in samples]
     room = longest + max(min(sample.limit, context - len(sample.prompt)) for sample in samples) - 1
-    cache = model.empty_cache(len(samples), room, model.word_embeddings.weight.dtype)
+    cache = model.empty_cache(len(samples), room)           # (blocks, 2, B, heads/tp, room, D)
+
+    def row(i: int) -> Tensor:                              # without its padding
+        return cache[:, :, i:i + 1, :, padding[i]:]
 
     logits: list[Tensor] = []                                           # (1, V/tp) a sample
     for i, sample in enumerate(samples):
         if i and sample.prompt == samples[i - 1].prompt:
             logits.append(logits[-1])
-            for block in cache:
-                for tensor in (block.keys, block.values):
-                    tensor[i, :, :longest] = tensor[i - 1, :, :longest]
+            cache[:, :, i, :, :longest] = cache[:, :, i - 1, :, :longest]
             continue
         ids = torch.tensor([sample.prompt], device=device)
-        logits.append(model(ids, cache=row(cache, i, padding[i]), last=True)[0])
+        logits.append(model(ids, row(i), last=True)[0])
 
     def take(chosen: list[int], takers: list[Sample]) -> None:
         for token, sample in zip(chosen, takers, strict=True):
@@ -172,35 +167,27 @@ def generate(model: CodeGeeX, samples: list[Sample], sampling: Sampling, end: in
     yield
     if lookup:
         for i, sample in enumerate(samples):
-            yield from _with_drafts(model, sample, row(cache, i, padding[i]), lookup, sampling, end,
-                                    generators[i], began, mesh)
+            yield from _with_drafts(model, sample, row(i), lookup, sampling, end, generators[i],
+                                    began, mesh)
         return
 
-    offsets, start = None, longest
-    if any(padding):
-        offsets = torch.tensor(padding, device=device)[:, None]         # (B, 1)
-        seen = (torch.arange(room, device=device) >= offsets)[:, None, None]    # (B, 1, 1, room)
-        cache = [KeysValues(block.keys, block.values, seen) for block in cache]
-    while True:
+    offsets = torch.tensor(padding, device=device)[:, None] if any(padding) else None   # (B, 1)
+    for start in range(longest, room + 1):
         live = [i for i, sample in enumerate(samples) if not sample.finish]
         if not live:
             return
         if len(live) < len(samples):                                    # who has ended, leaves
             samples, generators = [samples[i] for i in live], [generators[i] for i in live]
             offsets = offsets if offsets is None else offsets[live]
-            for i, block in enumerate(cache):
-                cache[i] = KeysValues(*(part if part is None else part[live] for part in block))
+            cache = cache[:, :, live]
         ids = torch.tensor([sample.ids[-1:] for sample in samples], device=device)      # (B, 1)
-        positions = None if offsets is None else start - offsets
-        logits = model(ids, cache=cache, start=start, positions=positions)[:, 0]        # (B, V/tp)
-        start += 1
+        logits = model(ids, cache, start, offsets)[:, 0]                                # (B, V/tp)
         take(choices(logits, generators), samples)
         yield
 
 
-def _with_drafts(model: CodeGeeX, sample: Sample, cache: list[KeysValues], longest: int,
-                 sampling: Sampling, end: int, generator: torch.Generator, began: float,
-                 mesh: Mesh) -> Iterator[None]:
+def _with_drafts(model: Decoder, sample: Sample, cache: Tensor, longest: int, sampling: Sampling,
+                 end: int, generator: torch.Generator, began: float, mesh: Mesh) -> Iterator[None]:
     """A sample, of which the first token is there, to its end: several tokens a forward where
     lookup.py's draft is right.  What the cache holds of wrong ones is written over."""
     context = model.config.seq_length
@@ -210,7 +197,7 @@ def _with_drafts(model: CodeGeeX, sample: Sample, cache: list[KeysValues], longe
         draft = text.draft()[:left - 1]
         ids = torch.tensor([[sample.ids[-1], *draft]], device=mesh.device)      # (1, T)
         start = len(sample.prompt) + len(sample.ids) - 1
-        logits = on_rank0_of_tp(model(ids, cache=cache, start=start)[0], model, mesh)   # (T, V)
+        logits = on_rank0_of_tp(model(ids, cache, start)[0], model, mesh)   # (T, V)
         chosen = torch.full((len(draft) + 1,), NOT_TAKEN, device=mesh.device)
         if mesh.rank == 0:
             for i in range(len(chosen)):

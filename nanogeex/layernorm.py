@@ -29,7 +29,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.low_precision or x.dtype == torch.float32:
-            return _layernorm(x, self.weight, self.bias)
+            return layernorm(x, self.weight, self.bias)
         return _LayerNormInFP32.apply(x, self.weight, self.bias)
 
 
@@ -37,7 +37,7 @@ class _LayerNormInFP32(Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight, bias)
-        return _layernorm(x, weight, bias)
+        return layernorm(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -48,12 +48,14 @@ class _LayerNormInFP32(Function):
         for part, d, out in zip(*pieces, strict=True):
             inputs = [tensor.float().detach().requires_grad_() for tensor in (part, *parameters)]
             with torch.enable_grad():
-                y = _layernorm(*inputs)
+                y = layernorm(*inputs)
             found, *more = torch.autograd.grad(y, inputs, d.float())
             out.copy_(found)
             torch._foreach_add_(totals, more)
         return dx, *(total.to(x.dtype) for total in totals)
 
 
-def _layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if weight.dtype != x.dtype:                             # a file's, in fp32
+        return layernorm(x.float(), weight.float(), bias.float()).to(x.dtype)
     return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)

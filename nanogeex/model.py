@@ -22,7 +22,6 @@ Tests: tests/test_model.py.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,14 +41,6 @@ from nanogeex.tensor_parallel import (
     own_randomness,
 )
 from nanogeex.vocab_parallel import VocabParallelEmbedding, head_loss
-
-
-class KeysValues(NamedTuple):
-    """A block's cache.  Rows of a batch end together; shorter ones begin with padding."""
-
-    keys: Tensor                            # (B, heads/tp, T_max, D)
-    values: Tensor                          # (B, heads/tp, T_max, D)
-    seen: Tensor | None = None              # (B, 1, 1, T_max), False is padding; None: no padding
 
 
 class PositionEmbedding(nn.Module):
@@ -73,40 +64,27 @@ class Attention(nn.Module):
         self.dropout, self.sequence_parallel = options.attention_dropout, options.sequence_parallel
         hidden = config.hidden_size
         self.mesh, self.head_size = mesh, hidden // config.num_attention_heads
-        self.width = hidden // mesh.tp                      # of this rank's heads together
         self.query = ColumnParallelLinear(hidden, hidden, mesh)
         self.key = ColumnParallelLinear(hidden, hidden, mesh)
         self.value = ColumnParallelLinear(hidden, hidden, mesh)
         self.dense = RowParallelLinear(hidden, hidden, mesh, self.sequence_parallel)
-        self.joined = None                  # query, key, value in one: see inference_form.py
 
     def heads(self, x: Tensor, batch: int) -> Tensor:   # (B T, H/tp) -> (B, heads/tp, T, D)
         return x.unflatten(-1, (-1, self.head_size)).unflatten(0, (batch, -1)).transpose(1, 2)
 
-    def forward(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
-                start: int) -> Tensor:
-        if self.joined is None:
-            layers = [self.query, self.key, self.value] if query is None else [self.key, self.value]
-            *q, k, v = column_products(x, layers, self.mesh, self.sequence_parallel)
-        else:
-            *q, k, v = self.joined(x).split(self.width, -1)
-        if query is not None:
-            q = column_products(query, [self.query], self.mesh)
-        k, v = self.heads(k, batch), self.heads(v, batch)               # (B, heads/tp, T, D)
-        q = self.heads(q[0], len(q[0]) // k.shape[2]).expand(batch, -1, -1, -1)
-        stop = start + k.shape[2]
-        if cache is not None:
-            cache.keys[:, :, start:stop], cache.values[:, :, start:stop] = k, v
-            k, v = cache.keys[:, :, :stop], cache.values[:, :, :stop]   # (B, heads/tp, stop, D)
-        mask = None
-        if 0 < start < stop - 1:                                        # token i sees start + i + 1
-            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start)
-        elif start and cache.seen is not None:                          # a token a row
-            mask = cache.seen[..., :stop]
+    def forward(self, x: Tensor, batch: int, query: Tensor | None) -> Tensor:
+        layers = [self.query, self.key, self.value] if query is None else [self.key, self.value]
+        *q, k, v = column_products(x, layers, self.mesh, self.sequence_parallel)
+        if query is None:
+            q = self.heads(q[0], batch)                                 # (B, heads/tp, T, D)
+        else:                                                           # once for all sequences
+            q = self.heads(*column_products(query, [self.query], self.mesh), 1)
+            q = q.expand(batch, -1, -1, -1)
+        k, v = self.heads(k, batch), self.heads(v, batch)
         probability = self.dropout if self.training else 0.0
         with own_randomness(self.mesh) if probability else nullcontext():
             y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=probability, is_causal=start == 0)
+                q, k, v, dropout_p=probability, is_causal=True)
         return self.dense.partial(y.transpose(1, 2).flatten(2).flatten(0, 1))       # (N, H/tp)
 
 
@@ -126,8 +104,8 @@ class Options:
 
 
 class Block(nn.Module):
-    """(N or N/tp, H) -> the same, N tokens of `batch` sequences; a `query`, (T, H) for all of them
-    or (N, H), makes it top-query.
+    """(N or N/tp, H) -> the same, N tokens of `batch` sequences; a `query` (T, H), repeated on all
+    tp ranks, makes it top-query.
 
     What recomputation keeps (arXiv:2205.05198), and the all-reduces that it runs again:
 
@@ -148,9 +126,8 @@ class Block(nn.Module):
         self.mlp = MLP(config.hidden_size, mesh, options.sequence_parallel,
                        again=options.recompute == "none")
 
-    def forward(self, x: Tensor, batch: int, query: Tensor | None = None,
-                cache: KeysValues | None = None, start: int = 0) -> Tensor:
-        return self.region("full", self.block, x, batch, query, cache, start)
+    def forward(self, x: Tensor, batch: int, query: Tensor | None = None) -> Tensor:
+        return self.region("full", self.block, x, batch, query)
 
     def region(self, kind: str, run: Callable[..., Tensor], *inputs) -> Tensor:
         """run(*inputs), and once more in backward if this kind of recomputation is asked for."""
@@ -158,10 +135,9 @@ class Block(nn.Module):
             return run(*inputs)
         return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=self.draws)
 
-    def block(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
-              start: int) -> Tensor:
+    def block(self, x: Tensor, batch: int, query: Tensor | None) -> Tensor:
         x = self.add(x, self.attention.dense, self.region(
-            "selective", self.attend, x, batch, query, cache, start))
+            "selective", self.attend, x, batch, query))
         return self.add(x, self.mlp.dense_4h_to_h, self.region("selective", self.feed_forward, x))
 
     def add(self, x: Tensor, layer: RowParallelLinear, summands: Tensor) -> Tensor:
@@ -170,9 +146,8 @@ class Block(nn.Module):
         y = layer.finish(summands)
         return dropout(y, probability, self.mesh, self.sequence_parallel).add_(x)
 
-    def attend(self, x: Tensor, batch: int, query: Tensor | None, cache: KeysValues | None,
-               start: int) -> Tensor:
-        return self.attention(self.input_layernorm(x), batch, query, cache, start)
+    def attend(self, x: Tensor, batch: int, query: Tensor | None) -> Tensor:
+        return self.attention(self.input_layernorm(x), batch, query)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.post_attention_layernorm(x))
@@ -196,42 +171,26 @@ class CodeGeeX(nn.Module):
         self.top_query_embeddings = VocabParallelEmbedding(positions, hidden, mesh)
         self.top_query_layer = Block(config, mesh, options)
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, weights: Tensor | None = None,
-                cache: list[KeysValues] | None = None, start: int = 0,
-                positions: Tensor | None = None, last: bool = False) -> Tensor:
-        """ids (B, T) -> logits (B, T, V/tp), this rank's rows of the vocabulary; with `last`, those
-        of the last token alone, (B, 1, V/tp).
+    def forward(self, ids: Tensor, targets: Tensor | None = None,
+                weights: Tensor | None = None) -> Tensor:
+        """ids (B, T) -> logits (B, T, V/tp), this rank's rows of the vocabulary.
 
         With `targets` and `weights` (B, T): the sum over all tokens of weight times loss, a scalar
-        in fp32, repeated on all tp ranks; weight 0 masks a target.  With a `cache` that holds
-        `start` tokens, ids are the tokens from there on, and join them; where rows begin with
-        padding, `positions` (B, T) tells theirs."""
+        in fp32, repeated on all tp ranks; weight 0 masks a target."""
         batch, length = ids.shape
-        if positions is None:
-            positions = torch.arange(start, start + length, device=ids.device)      # (T)
-        positions = positions.flatten()                 # of the top-query block, (T or N)
-        mine = positions.repeat(ids.numel() // len(positions))      # (N), of this rank's stream
+        positions = torch.arange(length, device=ids.device)                         # (T)
+        mine = positions.repeat(batch)                  # (N), of the tokens of this rank's stream
         if self.sequence_parallel:
             mine = mine.chunk(self.mesh.tp)[self.mesh.tp_rank]                      # (N/tp)
-        caches = cache or [None] * (len(self.layers) + 1)
         x = self.word_embeddings(ids.flatten()) + self.position_embeddings(mine)
         probability = self.dropout if self.training else 0.0
         x = dropout(x, probability, self.mesh, self.sequence_parallel)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, batch, cache=caches[i], start=start)
-        query = self.top_query_embeddings(positions)                            # (T or N, H)
-        x = self.top_query_layer(self.final_layernorm(x), batch, query, caches[-1], start)
+        for layer in self.layers:
+            x = layer(x, batch)
+        query = self.top_query_embeddings(positions)                                # (T, H)
+        x = self.top_query_layer(self.final_layernorm(x), batch, query)
         x = enter_tp(x, self.mesh, self.sequence_parallel)                          # (N, H)
-        if last:
-            x = x.unflatten(0, (batch, length))[:, -1]                              # (B, H)
         if targets is None:
-            return self.word_embeddings.logits(x).unflatten(0, (batch, -1))
+            return self.word_embeddings.logits(x).unflatten(0, (batch, length))
         return head_loss(x, self.word_embeddings.weight, targets.flatten(), weights.flatten(),
                          self.mesh)
-
-    def empty_cache(self, batch: int, length: int, dtype: torch.dtype) -> list[KeysValues]:
-        """Room for the keys and values of `length` tokens, a pair a block."""
-        heads = self.config.num_attention_heads
-        shape = (batch, heads // self.mesh.tp, length, self.config.hidden_size // heads)
-        return [KeysValues(*torch.zeros(2, *shape, dtype=dtype, device=self.mesh.device))
-                for _ in range(len(self.layers) + 1)]

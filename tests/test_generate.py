@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from nanogeex.config import UsageError
+from nanogeex.decoder import Decoder
 from nanogeex.generate import Sample, Sampling, choose, generate
-from nanogeex.inference_form import inference_form
 from nanogeex.mesh import Mesh
 from nanogeex.streaming import TextStream
 from tests.ranks import build, on_ranks, small_config
@@ -18,7 +18,7 @@ NUCLEUS = Sampling(0.9, 50, 0.9)
 
 
 def ready(mesh, **changes):
-    return inference_form(build(small_config(**changes), mesh)[0].requires_grad_(False))
+    return Decoder(build(small_config(**changes), mesh)[0].requires_grad_(False))
 
 
 def continued(mesh, sampling, prompts, count=12, end=-1, lookup=0):
@@ -192,7 +192,7 @@ def test_equal_logits_are_taken_in_order():
 
 def of_weights_that_are_not_finite(mesh, sampling, lookup):
     model = ready(mesh)
-    model.final_layernorm.weight.fill_(torch.nan)
+    model.model.final_layernorm.weight.fill_(torch.nan)
     with pytest.raises(UsageError, match="not finite"):
         list(generate(model, [Sample(PROMPT, 5, 0)], sampling, -1, mesh, lookup))
 

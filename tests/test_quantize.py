@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from nanogeex import quantize
 from nanogeex.config import ModelConfig
+from nanogeex.decoder import Decoder
 from nanogeex.generate import Sample, Sampling, generate
-from nanogeex.inference_form import inference_form
 from nanogeex.mesh import Mesh
 from nanogeex.quantize import FEW, Int8Column, Int8Row, int8_product
 from nanogeex.weights import load_model
@@ -66,7 +66,7 @@ def test_the_same_weights_at_every_tp(tp):
 
 
 def text(mesh, int8):
-    model = inference_form(load_model(TINY, 8, mesh=mesh, int8=int8))
+    model = Decoder(load_model(TINY, 8, mesh=mesh, int8=int8))
     samples = [Sample(prompt, 16, 0) for prompt in ([5, 17, 300], [9])]
     list(generate(model, samples, Sampling(), -1, mesh))
     return [sample.ids for sample in samples]

@@ -16,8 +16,8 @@ import shard
 import train
 from nanogeex.config import ModelConfig, UsageError
 from nanogeex.convert import convert
+from nanogeex.decoder import Decoder
 from nanogeex.generate import Sample, Sampling, generate
-from nanogeex.inference_form import inference_form
 from nanogeex.mesh import Mesh
 from nanogeex.released_layout import nest
 from nanogeex.sources import find, open_weights
@@ -44,7 +44,7 @@ def logits_and_greedy(mesh, path):
     model = load_model(path, 8, torch.float32, mesh)
     logits = model(torch.from_numpy(LOGITS["ids"]))
     sample = Sample(PROMPT.tolist(), len(CONTINUED), 0)
-    list(generate(inference_form(model), [sample], Sampling(), 0, mesh))
+    list(generate(Decoder(model), [sample], Sampling(), 0, mesh))
     return logits, sample.ids
 
 
