@@ -27,6 +27,7 @@ from nanogeex.mesh import (
     init_mesh,
     keep_freed_memory,
     launch,
+    none_can_join,
     on_rank0,
     pick_device,
     stop_signals,
@@ -102,8 +103,7 @@ def main(argv: list[str]) -> None:
     if batch % mesh.dp:
         say(f"note: {batch} samples on {mesh.dp} data ranks are shares of {share - 1} and {share}; "
             "the loss is the same, ranks with less wait")
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+    if none_can_join():
         say("note: for nodes that may come back, start torchrun with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without it torch lets none join a running job")
     if start:
@@ -115,6 +115,7 @@ def main(argv: list[str]) -> None:
     board = report.open_tensorboard(config.tensorboard_dir, step) if mesh.rank == 0 else None
     peak = report.peak_flops(device) * mesh.world
     logged, saved = (time.perf_counter(), step), (step if start else None)
+    stepped = report.profiler(out, say) if config.profile and mesh.rank == 0 else lambda: None
     signals, skipped_in_a_row, record = stop_signals(), 0, {}
     while step < config.train_iters:
         began = time.perf_counter()
@@ -184,6 +185,7 @@ def main(argv: list[str]) -> None:
             record["val_loss"] = evaluate(model, compute, val, size, config, mesh)
             say(f"step {step} | validation {report.in_words(record['val_loss'], val)}")
         report.append(metrics, record, board)
+        stepped()
         saver.poll()
         if step % config.save_interval == 0:
             save()

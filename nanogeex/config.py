@@ -180,6 +180,9 @@ class TrainConfig(ModelConfig):
     debug_inf: str | None = flag(
         None, "logging", "STEP:RANK plants an inf in that rank's gradient at that step, to try "
         "what an overflow does", type=str, metavar="STEP:RANK")
+    profile: bool = flag(
+        False, "logging", "record the third to the fifth step on rank 0: trace.json in --out, and "
+        "the ten largest costs")
     log_interval: int = flag(10, "logging", "steps between log lines", low=1)
     tensorboard_dir: str | None = flag(
         None, "logging", "for TensorBoard, if it is installed: what metrics.jsonl gets", type=str)

@@ -156,6 +156,12 @@ def name_of_attempt(store: dist.Store, rank: int, world: int, timeout: float) ->
                        f"{timeout:g} seconds")
 
 
+def none_can_join() -> bool:
+    """Whether torchrun may restart this job, but keeps the first round's store: see README."""
+    return (os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
 def end_with_parent() -> None:
     """Be killed when the process that started this one ends: a killed torchrun would leave its
     workers behind, in the way of those that take their place.  Linux only; elsewhere they stay."""

@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -105,6 +106,22 @@ def append(metrics: TextIO | None, record: dict, board=None) -> None:
     except OSError as error:
         raise UsageError(f"{to}: {error.strerror}; mend that, and the same command goes on"
                          ) from None
+
+
+def profiler(out: Path, say: Callable[[str], None]) -> Callable[[], None]:
+    """To be called after each step.  The third to the fifth are recorded: trace.json, which
+    Perfetto and chrome://tracing show, and the ten largest costs."""
+    def ready(profile) -> None:
+        profile.export_chrome_trace(str(out / "trace.json"))
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        costs = profile.key_averages().table(by, row_limit=10, max_name_column_width=40)
+        say(f"{costs}\n{out / 'trace.json'}: steps 3 to 5")
+
+    profile = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=ready)
+    profile.start()
+    return profile.step
 
 
 def in_words(loss: float | None, val: Windows) -> str:
