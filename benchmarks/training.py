@@ -135,26 +135,26 @@ def compare(precision: str, samples: int, number: int) -> dict:
     print(f"\n{precision}, {samples} x 256 tokens a step, one process of 2 threads")
     sides = {"matrix": Side(partial(matrix_peak, precision), threads=2),
              "nanogeex": Side(partial(ours, SHAPE, precision, samples, 1), threads=2),
-             "plain reference": Side(partial(plain, SHAPE, precision, samples, "single"), threads=2)}
+             "plain": Side(partial(plain, SHAPE, precision, samples, "single"), threads=2)}
     rounds(sides, number, 1)
     peak = PRODUCTS * 2 * 2048 * 512 * 2048 / sides["matrix"].median()
     config = TrainConfig(**SHAPE)
     print(f"matrix products reach {peak / 1e9:.0f} GFLOP/s")
-    for name in ("nanogeex", "plain reference"):
+    for name in ("nanogeex", "plain"):
         speed = 256 * samples / sides[name].median()
         mfu = config.flops_per_token() * speed / peak
         print(f"  {name:<20}{speed:8.0f} tokens/s, mfu {mfu:.0%}, peak {sides[name].peak:.0f} MB")
     found["single"] = dict(
         tokens_per_s=256 * samples / sides["nanogeex"].median(), peak_mb=sides["nanogeex"].peak,
-        times=sides["nanogeex"].times(sides["plain reference"]),
-        memory=sides["nanogeex"].peak / sides["plain reference"].peak)
+        times=sides["nanogeex"].times(sides["plain"]),
+        memory=sides["nanogeex"].peak / sides["plain"].peak)
     print("  {times:.2f} times as fast, {memory:.2f} of the memory".format(**found["single"]))
     sides = {"nanogeex": Side(partial(ours, SMALL, precision, 1, 1), threads=2),
              "plain": Side(partial(plain, SMALL, precision, 1, "single"), threads=2)}
     rounds(sides, number, 10)
     found["host_ms"] = {name: 1e3 * side.median() for name, side in sides.items()}
-    print("  a step of hidden size 64 and 32 tokens, which is Python and torch alone: {nanogeex:.1f} "
-          "ms, plain {plain:.1f} ms".format(**found["host_ms"]))
+    print("  hidden size 64, 32 tokens, which is Python and torch alone: {nanogeex:.1f} ms a step, "
+          "plain {plain:.1f}".format(**found["host_ms"]))
     for tp, others in ((1, ("ddp", "fsdp")), (2, ("tp",))):
         print(f"{precision}, two processes of one thread, dp {2 // tp} x tp {tp}")
         sides = {"nanogeex": Side(partial(ours, SHAPE, precision, samples, tp), 2)}
