@@ -5,7 +5,7 @@ same slice of it and shares the batch (data parallelism):
 
                   tp_rank 0    1         rank = dp_rank * tp + tp_rank.  tp is innermost, so that a
       dp_rank 0        [ 0     1 ]       row, which talks twice a layer, stays inside one node;
-              1        [ 2     3 ]       columns talk once a step.
+              1        [ 2     3 ]       columns talk less, beside compute.
 
 torchrun tells each process its rank through the environment.  Without it there is one process: no
 group is made, and every collective in this package is left out.
