@@ -36,7 +36,8 @@ class Lookup:
         at = self.after.get(tuple(self.ids[-MATCH:]))
         if at is None or len(self.ids) < self.next:
             return []
-        return self.ids[at:at + self.size]
+        period = len(self.ids) - at             # what is at the end may go round and round
+        return [self.ids[at + i % period] for i in range(self.size)]
 
     def judge(self, drafted: int, right: int) -> None:
         """The text tells how far it repeats itself.  A draft that was right to its end makes the
