@@ -114,7 +114,7 @@ def main(argv: list[str]) -> None:
     metrics = report.open_metrics(out / "metrics.jsonl", bool(start)) if mesh.rank == 0 else None
     board = report.open_tensorboard(config.tensorboard_dir, step) if mesh.rank == 0 else None
     peak = report.peak_flops(device) * mesh.world
-    logged, saved = (time.perf_counter(), step), (step if start else None)
+    times, saved = [], (step if start else None)            # of the steps since the last log line
     stepped = report.profiler(out, say) if config.profile and mesh.rank == 0 else lambda: None
     signals, skipped_in_a_row, record = stop_signals(), 0, {}
     while step < config.train_iters:
@@ -169,6 +169,7 @@ def main(argv: list[str]) -> None:
             scaler.update(overflow=not taken)
 
         seconds = time.perf_counter() - began
+        times.append(seconds)
         record = {
             "step": step, "loss": total / tokens, "lr": lr, "grad_norm": norm, "loss_scale": scale,
             "skipped": skipped, "samples": samples, "tokens": samples * seq_length,
@@ -178,9 +179,8 @@ def main(argv: list[str]) -> None:
         if start:
             record["restart"], start = True, None           # in the first record alone
         if step % config.log_interval == 0 or step == config.train_iters:
-            now = time.perf_counter()
-            say(report.log_line(record, config.train_iters, (now - logged[0]) / (step - logged[1])))
-            logged = now, step
+            say(report.log_line(record, config.train_iters, sum(times) / len(times)))
+            times.clear()
         if step % config.eval_interval == 0 and step < config.train_iters:
             record["val_loss"] = evaluate(model, compute, val, size, config, mesh)
             say(f"step {step} | validation {report.in_words(record['val_loss'], val)}")

@@ -45,17 +45,19 @@ from train import forward_backward
 SHAPE = dict(num_layers=5, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192,
              init_method_std=0.02, lr=1e-4)
 
+SMALL = SHAPE | dict(hidden_size=64, seq_length=32, vocab_size=512)     # Python and torch, no more
 PRODUCTS = 4
 
 
-def batch(samples: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 8192, (samples, 257))
+def batch(shape: dict, samples: int) -> np.ndarray:
+    size = samples, shape["seq_length"] + 1
+    return np.random.default_rng(0).integers(0, shape["vocab_size"], size)
 
 
-def ours(precision: str, samples: int, tp: int, rank: int, ranks: int, store: str):
+def ours(shape: dict, precision: str, samples: int, tp: int, rank: int, ranks: int, store: str):
     """What train.py's loop does, but for the log and what it decides by it."""
-    config = TrainConfig(**SHAPE, precision=precision, tensor_model_parallel_size=tp)
-    windows = Windows(batch(samples), 0, 0)
+    config = TrainConfig(**shape, precision=precision, tensor_model_parallel_size=tp)
+    windows = Windows(batch(shape, samples), 0, 0)
     keep_freed_memory()
     mesh = init_mesh(tp, torch.device("cpu"), 60, store)
     with torch.device("meta"):
@@ -78,12 +80,12 @@ def ours(precision: str, samples: int, tp: int, rank: int, ranks: int, store: st
     return step
 
 
-def plain(precision: str, samples: int, kind: str, rank: int, ranks: int, store: str):
+def plain(shape: dict, precision: str, samples: int, kind: str, rank: int, ranks: int, store: str):
     """The reference: `kind` single, ddp, fsdp or tp."""
     torch.manual_seed(0)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    model: nn.Module = GPT(TrainConfig(**SHAPE | dict(num_layers=6)))
+    model: nn.Module = GPT(TrainConfig(**shape | dict(num_layers=6)))
     dtype = DTYPES[precision]
     cast = torch.autocast("cpu", dtype) if precision != "fp32" else nullcontext()
     context = nullcontext
@@ -105,7 +107,7 @@ def plain(precision: str, samples: int, kind: str, rank: int, ranks: int, store:
         model.head.weight = model.words.weight
     alike = [[weight for weight in model.parameters() if isinstance(weight, DTensor) == cut]
              for cut in (True, False)]                  # torch clips and steps them apart
-    alike, ids = [weights for weights in alike if weights], torch.from_numpy(batch(samples))
+    alike, ids = [weights for weights in alike if weights], torch.from_numpy(batch(shape, samples))
     optimizer = torch.optim.AdamW([dict(params=weights) for weights in alike], lr=1e-4, fused=True)
     if kind in ("ddp", "fsdp"):
         ids = ids[rank::ranks]
@@ -132,25 +134,31 @@ def compare(precision: str, samples: int, number: int) -> dict:
     found: dict = {"precision": precision, "samples": samples}
     print(f"\n{precision}, {samples} x 256 tokens a step, one process of 2 threads")
     sides = {"matrix": Side(partial(matrix_peak, precision), threads=2),
-             "nanogeex": Side(partial(ours, precision, samples, 1), threads=2),
-             "plain reference": Side(partial(plain, precision, samples, "single"), threads=2)}
+             "nanogeex": Side(partial(ours, SHAPE, precision, samples, 1), threads=2),
+             "plain": Side(partial(plain, SHAPE, precision, samples, "single"), threads=2)}
     rounds(sides, number, 1)
     peak = PRODUCTS * 2 * 2048 * 512 * 2048 / sides["matrix"].median()
     config = TrainConfig(**SHAPE)
     print(f"matrix products reach {peak / 1e9:.0f} GFLOP/s")
-    for name in ("nanogeex", "plain reference"):
+    for name in ("nanogeex", "plain"):
         speed = 256 * samples / sides[name].median()
         mfu = config.flops_per_token() * speed / peak
         print(f"  {name:<20}{speed:8.0f} tokens/s, mfu {mfu:.0%}, peak {sides[name].peak:.0f} MB")
     found["single"] = dict(
         tokens_per_s=256 * samples / sides["nanogeex"].median(), peak_mb=sides["nanogeex"].peak,
-        times=sides["nanogeex"].times(sides["plain reference"]),
-        memory=sides["nanogeex"].peak / sides["plain reference"].peak)
+        times=sides["nanogeex"].times(sides["plain"]),
+        memory=sides["nanogeex"].peak / sides["plain"].peak)
     print("  {times:.2f} times as fast, {memory:.2f} of the memory".format(**found["single"]))
+    sides = {"nanogeex": Side(partial(ours, SMALL, precision, 1, 1), threads=2),
+             "plain": Side(partial(plain, SMALL, precision, 1, "single"), threads=2)}
+    rounds(sides, number, 10)
+    found["host_ms"] = {name: 1e3 * side.median() for name, side in sides.items()}
+    print("  hidden size 64, 32 tokens, which is Python and torch alone: {nanogeex:.1f} ms a step, "
+          "plain {plain:.1f}".format(**found["host_ms"]))
     for tp, others in ((1, ("ddp", "fsdp")), (2, ("tp",))):
         print(f"{precision}, two processes of one thread, dp {2 // tp} x tp {tp}")
-        sides = {"nanogeex": Side(partial(ours, precision, samples, tp), 2)}
-        sides |= {kind: Side(partial(plain, precision, samples, kind), 2) for kind in others}
+        sides = {"nanogeex": Side(partial(ours, SHAPE, precision, samples, tp), 2)}
+        sides |= {kind: Side(partial(plain, SHAPE, precision, samples, kind), 2) for kind in others}
         rounds(sides, number, 1)
         print(f"  nanogeex            {sides['nanogeex'].median():.2f} s a step, peak "
               f"{sides['nanogeex'].peak:.0f} MB a rank")

@@ -251,9 +251,11 @@ def check_shape(config: ModelConfig, tp: int) -> None:
 
 
 def default_precision(config: TrainConfig, device: torch.device) -> str:
-    """CUDA: fp16 for the 13B model, as it was trained, else bf16.  CPU: bf16 where products are
-    large and the processor multiplies it natively; where it does not, fp32 was 4 times faster."""
+    """CUDA: fp16 for the 13B model, as it was trained, and where there is no bf16, else bf16.  CPU:
+    bf16 where products are large and the processor multiplies it natively; where it does not, fp32
+    was 4 times faster."""
     if device.type == "cuda":
-        return "fp16" if config.preset == "codegeex-13b" else "bf16"
+        old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
+        return "fp16" if config.preset == "codegeex-13b" or old else "bf16"
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if native and config.hidden_size >= 512 else "fp32"

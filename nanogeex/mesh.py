@@ -5,7 +5,7 @@ same slice of it and shares the batch (data parallelism):
 
                   tp_rank 0    1         rank = dp_rank * tp + tp_rank.  tp is innermost, so that a
       dp_rank 0        [ 0     1 ]       row, which talks twice a layer, stays inside one node;
-              1        [ 2     3 ]       columns talk once a step.
+              1        [ 2     3 ]       columns talk less, beside compute.
 
 torchrun tells each process its rank through the environment.  Without it there is one process: no
 group is made, and every collective in this package is left out.
@@ -103,6 +103,14 @@ def keep_freed_memory() -> None:
     mallopt(-1, 2**31 - 1)                      # M_TRIM_THRESHOLD: and do not shrink it
 
 
+def share_cores() -> None:
+    """torchrun gives each of several ranks one thread, if OMP_NUM_THREADS does not say otherwise.
+    Ranks on CPUs are better off with all cores between them."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks > 1 and os.environ.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
 def init_mesh(tp: int, device: torch.device, timeout: float, init_method: str = "env://") -> Mesh:
     """Join the world and make this rank's groups.  `timeout`, in seconds, holds for every group:
     new ones do not inherit it.  Raises UsageError if tp does not divide the world."""
@@ -112,6 +120,8 @@ def init_mesh(tp: int, device: torch.device, timeout: float, init_method: str = 
                          f"this job; start a multiple of {tp}, or choose another --tp")
     if world == 1:
         return Mesh(device=device)
+    if device.type == "cpu":
+        share_cores()
     limit = timedelta(seconds=timeout)
     try:
         store, rank, world = next(dist.rendezvous(init_method, rank, world, timeout=limit))

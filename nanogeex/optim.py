@@ -6,8 +6,9 @@ A rank holds pieces of the gradient.  The square of the whole gradient's norm is
                                       + sum of squares of its tp-repeated pieces / tp )
 
 and it decides the step: its root is logged, it clips, and it is not finite exactly when some rank
-overflowed somewhere; then every rank skips and lowers the loss scale, together.  torch's
-clip_grad_norm_ and GradScaler see the dp ranks only: tp ranks would clip and skip apart.
+overflowed somewhere; then every rank skips and lowers the loss scale, together: one that stepped
+alone would from then on hold a piece of another model.  torch's clip_grad_norm_ and GradScaler see
+the dp ranks only: tp ranks would clip and skip apart.
 
 Tests: tests/test_optim.py, tests/test_train_step.py.
 """

@@ -37,8 +37,9 @@ from nanogeex.mesh import Mesh, all_reduce_sum
 from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, optimizer_step, sum_over_tp
 from nanogeex.parameters import split_table
+from nanogeex.plan_table import table
 from nanogeex.samples import Windows, shares
-from nanogeex.watch import KINDS, Watch
+from nanogeex.watch import Watch
 
 GIB, RESERVE = 2**30, 2**30         # RESERVE: of a device, for its context and the groups' buffers
 SIZES = (16, 24, 32, 40, 80)        # GiB of common devices
@@ -94,8 +95,9 @@ def dry_run(config: TrainConfig, forward_backward: Callable) -> None:
         raise UsageError(f"--world-size {world}: --tp {tp} does not divide it; take a multiple")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("--dry-run: one process plays all ranks; start it without torchrun")
-    config = replace(config, attention_dropout=0.0, precision=(
-        config.precision or default_precision(config, torch.device("cuda"))))
+    precision = "fp16" if config.accelerator == "V100" else (
+        default_precision(config, torch.device("cuda")))
+    config = replace(config, attention_dropout=0.0, precision=config.precision or precision)
     report = _report(config, world, count(config, world, forward_backward), device)
     report["topologies"] = _topologies(config, world, forward_backward, device, report)
     print(json.dumps(report, indent=1) if config.json else table(report))
@@ -178,7 +180,7 @@ def _topologies(config: TrainConfig, world: int, forward_backward: Callable,
             check_shape(config, tp)
         except UsageError:
             continue
-        if world % tp or world // tp > config.global_batch_size:
+        if world % tp:
             continue
         report = asked
         if tp != asked["tp"]:
@@ -219,6 +221,7 @@ def _report(config: TrainConfig, world: int, counts: Counts, device: Accelerator
         "world": world, "dp": dp, "tp": tp, "precision": config.precision,
         "recompute": config.recompute, "sequence_parallel": config.sequence_parallel,
         "reshard_after_forward": config.reshard_after_forward,
+        "global_batch_size": config.global_batch_size,
         "micro_batches": shares(-(-config.global_batch_size // dp), 1, config.micro_batch_size)[1],
         "parameters": config.num_parameters, "parameters_of_rank": counts.parameters,
         "bytes_at_rest": dict(counts.at_rest), "bytes_at_peak": dict(counts.at_peak),
@@ -229,41 +232,3 @@ def _report(config: TrainConfig, world: int, counts: Counts, device: Accelerator
         "step_s_without_overlap": serial, "tokens_per_s": tokens / step,
         "mfu": config.flops_per_token() * tokens / (step * 1e12 * device.peak_tflops * world),
         "days_of_850b_tokens": PAPER_TOKENS / (tokens / step) / 86400}
-
-
-def table(report: dict) -> str:
-    """The report for people."""
-    flags = [name.replace("_", " ") for name in ("sequence_parallel", "reshard_after_forward")
-             if report[name]]
-    lines = [
-        f"{report['parameters']:,} parameters on {report['world']} ranks, dp {report['dp']} x tp "
-        f"{report['tp']} | " + ", ".join([report["precision"], f"recompute {report['recompute']}",
-                                          *flags]),
-        f"a rank keeps {report['parameters_of_rank']:,} of them; {report['micro_batches']} "
-        "micro-batches a step", "", f"{'memory of a rank, GiB':<24}{'at rest':>12}{'at peak':>12}"]
-    at_rest, at_peak = report["bytes_at_rest"], report["bytes_at_peak"]
-    for kind in KINDS:
-        lines.append(f"  {kind:<22}{at_rest[kind] / GIB:12.3f}{at_peak[kind] / GIB:12.3f}")
-    lines.append(f"  {'in all':<22}{sum(at_rest.values()) / GIB:12.3f}{report['peak_gib']:12.3f}")
-    lines.append("fits, with 1 GiB to spare: " + ", ".join(
-        f"{size} GiB {'yes' if fits else 'no'}" for size, fits in report["fits_gib"].items()))
-    lines += ["", f"{'collectives a step':<24}{'group':>12}{'dtype':>10}{'calls':>10}{'GiB':>12}"]
-    for entry in report["collectives"]:
-        where = f"{entry['group']} {entry['ranks']}"
-        lines.append(f"  {entry['kind']:<22}{where:>12}{entry['dtype']:>10}{entry['calls']:10,}"
-                     f"{entry['bytes'] / GIB:12.3f}")
-    lines += [
-        "", f"on {report['accelerator']} ({report['peak_tflops']:g} TFLOP/s, "
-        f"{report['memory_gib']:g} GiB, {report['link_gb_s']:g} GB/s in a node, "
-        f"{report['network_gb_s']:g} out of it)",
-        f"  {report['flops_of_rank'] / 1e12:,.1f} TFLOP a rank and step | compute "
-        f"{report['compute_s']:.2f} s, TP {report['tp_s']:.2f} s, DP {report['dp_s']:.2f} s",
-        f"  step {report['step_s']:.2f} s ({report['step_s_without_overlap']:.2f} without overlap)"
-        f" | {report['tokens_per_s']:,.0f} tokens/s | mfu {report['mfu']:.1%} | 850B tokens in "
-        f"{report['days_of_850b_tokens']:,.1f} days",
-        "", f"which topology{'peak GiB':>14}{'fits':>8}{'step s':>10}{'tokens/s':>14}{'mfu':>8}"]
-    for entry in report["topologies"]:
-        name = f"dp {entry['dp']} x tp {entry['tp']}"
-        lines.append(f"  {name:<16}{entry['peak_gib']:10.2f}{'yes' if entry['fits'] else 'no':>8}"
-                     f"{entry['step_s']:10.2f}{entry['tokens_per_s']:14,.0f}{entry['mfu']:8.1%}")
-    return "\n".join(lines)

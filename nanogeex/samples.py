@@ -10,6 +10,11 @@ on the topology nor on what was read before, and resuming needs one number: how 
               2       [ 4 5 6 ]               rank, for all must meet in the same collectives;
                                               where nothing is left, a sample runs with weight 0
 
+This is one of three reasons why the loss curve depends on neither dp, tp nor micro-batch.  Weights
+are drawn whole, from seed and name, and then cut (parameters.py).  And losses are sums over tokens,
+divided once, by the tokens of the whole step (train.py): a mean of the ranks' means would count
+shares that differ as equals.  Rounding is left, and dropout, whose masks are not the same.
+
 Tests: tests/test_samples.py.
 """
 

@@ -7,10 +7,10 @@ A pair of products is cut so that one sum is all that is left to do:
                column-parallel       row-parallel
                (H) -> (4H/tp)        (4H/tp) -> (H)
 
-x is repeated on all ranks; between the products a rank holds its own columns; the last products are
-partial sums.  g adds them up: all-reduce forward, identity backward.  f is its mirror: identity
-forward, all-reduce backward, since a rank's dL/dx comes from its own columns only.  The row bias is
-added after g: before it, it would be added tp times.
+x is repeated on all ranks; between the products a rank holds its own columns, or heads, and gelu or
+attention needs no others; the last products are partial sums.  g adds them up: all-reduce forward,
+identity backward.  f is its mirror: identity forward, all-reduce backward, since a rank's dL/dx
+comes from its own columns only.  The row bias is added after g: before, it would count tp times.
 
 Sequence parallelism (arXiv:2205.05198): an all-reduce is a reduce-scatter and an all-gather, and
 what lies between them, LayerNorm, dropout, residual, works token by token.  So g leaves each rank
@@ -19,6 +19,10 @@ its own N/tp tokens and f brings all N together: the same bytes, 1/tp of the act
                f                                g
       forward  copy, or all-gather              all-reduce, or reduce-scatter
       backward all-reduce, or reduce-scatter    copy, or all-gather
+
+What a rank sends does not shrink with tp: four sums of (N, H) a block, two forward, two backward;
+--recompute full repeats one.  CodeGeeX-13B with 16 x 2,048 tokens in fp16 adds up 320 MiB 5 x 40
+times, and twice more for embedding and head: 63 GiB a micro-batch.
 
 Weights are plain local tensors.  A layer's TP_DIM says along which dimension of the whole tensor a
 rank's piece is cut; None is a tensor that every rank holds whole, and whose gradient is, under

@@ -1,5 +1,6 @@
 """The grid, its groups, and waiting for rank 0."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nanogeex.config import UsageError
-from nanogeex.mesh import Mesh, init_mesh, name_of_attempt, on_rank0, pick_device
+from nanogeex.mesh import Mesh, init_mesh, name_of_attempt, on_rank0, pick_device, share_cores
 from tests.ranks import on_ranks
 
 
@@ -104,3 +105,17 @@ def test_exit_codes(body, code, says):
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == code and says in ended.stderr
     assert code != 2 or ended.stderr == "-c: --x 1: wrong\n"
+
+
+@pytest.mark.parametrize("ranks, told, threads", [
+    ("2", "1", 4), ("16", "1", 1), ("2", "3", None), ("1", "1", None), (None, None, None)])
+def test_ranks_of_a_machine_share_its_cores(monkeypatch, ranks, told, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for name, value in (("LOCAL_WORLD_SIZE", ranks), ("OMP_NUM_THREADS", told)):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    share_cores()
+    assert asked == ([threads] if threads else [])
