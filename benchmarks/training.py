@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,7 +47,7 @@ SHAPE = dict(num_layers=5, hidden_size=512, num_attention_heads=8, seq_length=25
              init_method_std=0.02, lr=1e-4)
 
 SMALL = SHAPE | dict(hidden_size=64, seq_length=32, vocab_size=512)     # Python and torch, no more
-PRODUCTS = 4
+PRODUCTS, SIDE = 4, 2048
 
 
 def batch(shape: dict, samples: int) -> np.ndarray:
@@ -125,9 +126,9 @@ def plain(shape: dict, precision: str, samples: int, kind: str, rank: int, ranks
 
 
 def matrix_peak(precision: str, rank: int, ranks: int, store: str):
-    """2,048 x 512 by 512 x 2,048, as in the model, PRODUCTS times."""
-    a, b = (torch.randn(*shape).to(DTYPES[precision]) for shape in ((2048, 512), (512, 2048)))
-    return lambda: [torch.mm(a, b) for _ in range(PRODUCTS)]
+    """A square product, PRODUCTS times."""
+    a, b = (torch.randn(SIDE, SIDE).to(DTYPES[precision]) for _ in range(2))
+    return lambda: [F.linear(a, b) for _ in range(PRODUCTS)]
 
 
 def compare(precision: str, samples: int, number: int) -> dict:
@@ -137,7 +138,7 @@ def compare(precision: str, samples: int, number: int) -> dict:
              "nanogeex": Side(partial(ours, SHAPE, precision, samples, 1), threads=2),
              "plain": Side(partial(plain, SHAPE, precision, samples, "single"), threads=2)}
     rounds(sides, number, 1)
-    peak = PRODUCTS * 2 * 2048 * 512 * 2048 / sides["matrix"].median()
+    peak = PRODUCTS * 2 * SIDE**3 / sides["matrix"].median()
     config = TrainConfig(**SHAPE)
     print(f"matrix products reach {peak / 1e9:.0f} GFLOP/s")
     for name in ("nanogeex", "plain"):

@@ -20,7 +20,7 @@ import string
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,7 @@ class Document:
     left: str               # why it was left out; "" if it was kept
     text: str = ""          # with its language line
     digest: bytes = b""     # of the text: finds duplicates, splits off validation
+    size: int = 0           # of the text, in bytes
 
 
 @dataclass
@@ -168,6 +169,11 @@ def read(unit: Unit) -> list[Document]:
     return [*(_from_file(*file) for file in unit.files), *map(_from_json, unit.lines)]
 
 
+def read_without_text(unit: Unit) -> list[Document]:
+    """The same, where it is sent to another process that needs no text."""
+    return [replace(document, text="") for document in read(unit)]
+
+
 def _from_file(path: str, language: str) -> Document:
     if not language:
         return Document("", "unknown extension")
@@ -210,5 +216,6 @@ def _filtered(language: str, text: str) -> Document:
             "generated" if _GENERATED.search(text, 0, 1000) else "")
     if left:
         return Document(language, left)
-    text = language_line(language) + text
-    return Document(language, "", text, hashlib.sha256(text.encode()).digest()[:16])
+    line = language_line(language)
+    raw = line.encode() + raw
+    return Document(language, "", line + text, hashlib.sha256(raw).digest()[:16], len(raw))

@@ -55,7 +55,7 @@ def prepare(sources: list[str] | None, out: Path, vocab_size: int, num_workers: 
     if _is_made(directory / "meta.json", made_from, out, model):
         return directory
     workers = num_workers or os.cpu_count() or 1
-    scan = _Scan(files, SAMPLE_BYTES * vocab_size, workers)
+    scan = _Scan(files, 0 if encoder else SAMPLE_BYTES * vocab_size, workers)
     if not scan.kept:
         left = ", ".join(f"{count} {reason}" for (_, reason), count in sorted(scan.left.items()))
         raise UsageError(f"--data {' '.join(sources or ['(default)'])}: no usable document in "
@@ -120,7 +120,8 @@ class _Scan:
         self.left: Counter[tuple[str, str]] = Counter()         # (language, reason) -> documents
         self._texts: list[tuple[bytes, str]] = []               # of the largest digests
         self._texts_bytes, self._sample_bytes = 0, sample_bytes
-        for documents in _in_parallel(corpus.read, corpus.units(files), workers, "reading"):
+        read = corpus.read if sample_bytes else corpus.read_without_text
+        for documents in _in_parallel(read, corpus.units(files), workers, "reading"):
             for document in documents:
                 self._add(document)
         # The smallest digests are validation: an even choice, at least one document of two.
@@ -136,9 +137,11 @@ class _Scan:
         if left:
             self.left[document.language, left] += 1
             return
-        self.kept[document.digest] = len(document.text.encode())
+        self.kept[document.digest] = document.size
+        if not self._sample_bytes:
+            return
         self._texts.append((document.digest, document.text))
-        self._texts_bytes += self.kept[document.digest]
+        self._texts_bytes += document.size
         if self._texts_bytes > 2 * self._sample_bytes:          # now and then: memory stays bounded
             self._trim()
 
@@ -194,7 +197,7 @@ def _encode_unit(encoder: CodeTokenizer, dtype: np.dtype, last_validation: bytes
         if not document.left:
             ids = [*encoder.encode(document.text), encoder.end_of_document]
             text = document.text if document.digest <= last_validation else ""
-            encoded.append((document.digest, document.language, len(document.text.encode()),
+            encoded.append((document.digest, document.language, document.size,
                             np.array(ids, dtype).tobytes(), text))
     return encoded
 
