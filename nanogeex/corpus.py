@@ -49,7 +49,7 @@ BY_NAME = {name.lower(): name for name in LANGUAGES} | {"cpp": "C++", "csharp": 
 SMALLEST, LARGEST = 1024, 100 * 1024            # bytes of a document
 UNIT_BYTES = 1 << 20                            # of work that a process gets at a time
 _GENERATED = re.compile(
-    r"@generated|do not edit|auto-?generated|generated (by|from|with|automatically)", re.IGNORECASE)
+    r"@generated|do not edit|auto-?generated|generated (by|from|with|automatically)")
 
 
 @dataclass
@@ -213,7 +213,7 @@ def _filtered(language: str, text: str) -> Document:
             "over 100 KB" if len(raw) > LARGEST else
             "average line over 100" if len(text) > 100 * len(text.splitlines()) else
             "under 40% letters" if letters < 0.4 * len(text) else
-            "generated" if _GENERATED.search(text, 0, 1000) else "")
+            "generated" if _GENERATED.search(text[:1000].lower()) else "")
     if left:
         return Document(language, left)
     line = language_line(language)

@@ -195,17 +195,24 @@ def _encode_unit(encoder: CodeTokenizer, dtype: np.dtype, last_validation: bytes
     encoded = []
     for document in corpus.read(unit):
         if not document.left:
-            ids = [*encoder.encode(document.text), encoder.end_of_document]
+            ids = encoder.encode(document.text)
+            ids.append(encoder.end_of_document)
             text = document.text if document.digest <= last_validation else ""
             encoded.append((document.digest, document.language, document.size,
-                            np.array(ids, dtype).tobytes(), text))
+                            np.fromiter(ids, dtype, len(ids)).tobytes(), text))
     return encoded
 
 
 def _in_parallel(work: Callable, units: Iterator, workers: int, what: str) -> Iterator:
     """map(work, units), in order, on `workers` processes; few results wait at a time."""
-    with (tqdm(desc=what, unit=" MB", disable=None, leave=False) as bar,
-          multiprocessing.get_context("fork").Pool(workers, _start_worker) as pool):
+    bar = tqdm(desc=what, unit=" MB", disable=None, leave=False)
+    if workers == 1:                                        # then this one
+        with bar:
+            for unit in units:
+                yield work(unit)
+                bar.update()
+        return
+    with bar, multiprocessing.get_context("fork").Pool(workers, _start_worker) as pool:
         pending: deque = deque()
         for unit in units:
             pending.append(pool.apply_async(work, (unit,)))
