@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nanogeex import checkpoint, data, integrity, micro_batch, plan, report, run_directory, zero
 from nanogeex.command_line import parse
-from nanogeex.config import DTYPES, TrainConfig, UsageError, default_precision
+from nanogeex.config import TrainConfig, UsageError, default_precision
 from nanogeex.mesh import (
     Mesh,
     all_reduce_sum,
@@ -32,9 +32,8 @@ from nanogeex.mesh import (
     pick_device,
     stop_signals,
 )
-from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimizer_step, sum_over_tp
-from nanogeex.parameters import initial_weight, split_table
+from nanogeex.parameters import initial_weight
 from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares, step_seed
 from nanogeex.saver import Saver
 from nanogeex.weights import fill_shards, training_defaults
@@ -44,6 +43,8 @@ def main(argv: list[str]) -> None:
     config = parse(TrainConfig, argv, __doc__, training_defaults)
     if config.dry_run:
         return plan.dry_run(config, forward_backward)
+    if config.compile:
+        zero.check_compiler()
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -67,14 +68,8 @@ def main(argv: list[str]) -> None:
     train, val, corpus = open_windows(Path(directory), seq_length, config.vocab_size)
     say(data.table(corpus))
 
-    # The model: built without memory, cut over tp and dp, filled in place.
-    with torch.device("meta"):
-        model = CodeGeeX(config, mesh, Options.of(config))
-    table = split_table(model)
-    compute = zero.shard(
-        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype],
-        config.reshard_after_forward)
-    shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
+    # The model: cut over tp and dp, filled in place.
+    model, compute, shards, table = zero.build(config, mesh)
     optimizer, scaler = adamw(shards, config), loss_scaler(config)
     step, samples, skipped = 0, 0, 0
     if start:

@@ -37,9 +37,8 @@ from benchmarks.sides import Side, rounds
 from nanogeex import zero
 from nanogeex.config import DTYPES, TrainConfig
 from nanogeex.mesh import all_reduce_sum, init_mesh, keep_freed_memory
-from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, optimizer_step
-from nanogeex.parameters import initial_weight, split_table
+from nanogeex.parameters import initial_weight
 from nanogeex.samples import Windows
 from train import forward_backward
 
@@ -61,12 +60,8 @@ def ours(shape: dict, precision: str, samples: int, tp: int, rank: int, ranks: i
     windows = Windows(batch(shape, samples), 0, 0)
     keep_freed_memory()
     mesh = init_mesh(tp, torch.device("cpu"), 60, store)
-    with torch.device("meta"):
-        model = CodeGeeX(config, mesh, Options.of(config))
-    table = split_table(model)
-    compute = zero.shard(model, mesh, DTYPES[precision])
+    model, compute, shards, table = zero.build(config, mesh)
     zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))
-    shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
     optimizer = adamw(shards, config)
 
     def step() -> None:

@@ -97,6 +97,7 @@ class TrainConfig(ModelConfig):
         "many as fit into memory", low=1, type=number_or_auto, metavar="N | auto")
     global_batch_size: int = flag(
         16, "training", "samples a step, over all data ranks", low=1, high=10**7)
+    compile: bool = flag(False, "training", "torch.compile each block, in the first steps")
     init_method_std: float = flag(
         0.02, "training", "standard deviation of the initial weights", above=0)
     lr: float = flag(6e-3, "training", "peak learning rate", above=0)

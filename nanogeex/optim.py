@@ -94,9 +94,9 @@ def adamw(shards: dict[str, Tensor], config: TrainConfig) -> torch.optim.AdamW:
 def sum_over_tp(gradients: dict[str, Tensor], table: dict[str, Split], mesh: Mesh) -> None:
     """Sequence parallelism: a tp rank's gradient of what all of them hold comes from its tokens
     only.  Adds these up, in place, by one all-reduce a step."""
-    partial = [gradient for name, gradient in gradients.items() if table[name].dim is None]
     if mesh.tp == 1:
         return
+    partial = [gradient for name, gradient in gradients.items() if table[name].dim is None]
     flat = torch.cat([gradient.flatten() for gradient in partial])
     dist.all_reduce(flat, group=mesh.tp_group)
     totals = flat.split([gradient.numel() for gradient in partial])

@@ -32,11 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanogeex import zero
-from nanogeex.config import DTYPES, TrainConfig, UsageError, check_shape, default_precision
+from nanogeex.config import TrainConfig, UsageError, check_shape, default_precision
 from nanogeex.mesh import Mesh, all_reduce_sum
-from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, optimizer_step, sum_over_tp
-from nanogeex.parameters import split_table
 from nanogeex.plan_table import table
 from nanogeex.samples import Windows, shares
 from nanogeex.watch import Watch
@@ -97,7 +95,8 @@ def dry_run(config: TrainConfig, forward_backward: Callable) -> None:
         raise UsageError("--dry-run: one process plays all ranks; start it without torchrun")
     precision = "fp16" if config.accelerator == "V100" else (
         default_precision(config, torch.device("cuda")))
-    config = replace(config, attention_dropout=0.0, precision=config.precision or precision)
+    config = replace(config, attention_dropout=0.0, compile=False,
+                     precision=config.precision or precision)
     report = _report(config, world, count(config, world, forward_backward), device)
     report["topologies"] = _topologies(config, world, forward_backward, device, report)
     print(json.dumps(report, indent=1) if config.json else table(report))
@@ -125,13 +124,8 @@ def _count(config: TrainConfig, mesh: Mesh, forward_backward: Callable) -> Count
     size = -(-share // number)
     watch = Watch({"tp": mesh.tp_group, "dp": mesh.dp_group, "world": mesh.world_group},
                   config.padded_vocab_size // mesh.tp)
-    with torch.device("meta"):
-        model = CodeGeeX(config, mesh, Options.of(config))
-    table = split_table(model)
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
-        compute = zero.shard(model, mesh, DTYPES[config.precision],
-                             DTYPES[config.grad_reduce_dtype], config.reshard_after_forward)
-        shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
+        model, compute, shards, table = zero.build(config, mesh)
         watch.claim(shards, "weights")
         if compute is not model:
             watch.claim(list(compute.parameters()), "gathered weights")

@@ -158,13 +158,19 @@ def _mask(x: Tensor, probability: float, seed: int) -> Tensor:
     return kept.div_(1 - probability)
 
 
+@torch.compiler.disable                                     # or it says aloud that it cannot
+def drawn_seed() -> int:
+    """The next number of the stream that all tp ranks share."""
+    return torch.randint(2**62, ()).item()
+
+
 def dropout(x: Tensor, probability: float, mesh: Mesh, sequence_parallel: bool) -> Tensor:
     """The same mask on all tp ranks where x is repeated; where each has tokens of its own, others.
     """
     if probability == 0:
         return x
-    seed = torch.randint(2**62, ()).item()              # of the stream that all tp ranks share
-    return _Dropout.apply(x, probability, seed + (mesh.tp_rank if sequence_parallel else 0))
+    rank = mesh.tp_rank if sequence_parallel else 0
+    return _Dropout.apply(x, probability, drawn_seed() + rank)
 
 
 @contextmanager
@@ -172,7 +178,7 @@ def own_randomness(mesh: Mesh) -> Iterator[None]:
     """Random numbers drawn inside differ between the tp ranks; the stream outside stays the same
     on all.  The inner seed comes from the outer stream, so that recomputation, which is given the
     outer stream's state again, repeats both."""
-    seed = torch.randint(2**62, ()).item()
+    seed = drawn_seed()
     with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
         torch.manual_seed(seed + mesh.tp_rank)
         yield

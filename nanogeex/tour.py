@@ -32,11 +32,10 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from nanogeex import zero
 from nanogeex.command_line import parse
-from nanogeex.config import DTYPES, TrainConfig, UsageError, flag
+from nanogeex.config import TrainConfig, UsageError, flag
 from nanogeex.mesh import Mesh, all_reduce_sum, init_mesh, launch
-from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, optimizer_step, sum_over_tp
-from nanogeex.parameters import initial_weight, split_table
+from nanogeex.parameters import initial_weight
 from nanogeex.samples import Windows
 from nanogeex.watch import Watch
 
@@ -163,12 +162,7 @@ def rank(number: int, config: TrainConfig, rule: str, folder: str,
 def step(config: TrainConfig, mesh: Mesh, guide: Guide, rule: str,
          forward_backward: Callable) -> None:
     """Two steps, as in train.py; the second is the tour."""
-    with torch.device("meta"):
-        model = CodeGeeX(config, mesh, Options.of(config))
-    table = split_table(model)
-    compute = zero.shard(model, mesh, DTYPES[config.precision], torch.float32,
-                         config.reshard_after_forward)
-    shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
+    model, compute, shards, table = zero.build(config, mesh)
     guide.claim(shards, "weights")
     optimizer = adamw(shards, config)
     zero.fill(model, table, mesh, lambda name, shape: initial_weight(name, shape, config))

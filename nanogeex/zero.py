@@ -27,6 +27,8 @@ two gathers a micro-batch instead of one a window.
 Tests: tests/test_train_step.py.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -36,9 +38,33 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from nanogeex.config import DTYPES, TrainConfig, UsageError
 from nanogeex.mesh import Mesh
-from nanogeex.model import CodeGeeX
-from nanogeex.parameters import Split, piece
+from nanogeex.model import CodeGeeX, Options
+from nanogeex.parameters import Split, piece, split_table
+
+
+def build(config: TrainConfig, mesh: Mesh
+          ) -> tuple[CodeGeeX, nn.Module, dict[str, Tensor], dict[str, Split]]:
+    """The model, built without memory and then cut over tp and dp, not yet filled: `model` with the
+    fp32 masters, the module that computes, this rank's pieces of the masters, and how each is cut
+    over tp."""
+    with torch.device("meta"):
+        model = CodeGeeX(config, mesh, Options.of(config))
+    table = split_table(model)
+    compute = shard(model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype],
+                    config.reshard_after_forward)
+    if config.compile:
+        for block in [*compute.layers, compute.top_query_layer]:
+            block.block = torch.compile(                        # within FSDP2's hooks; drawing as
+                block.block, options={"fallback_random": True})     # the block would otherwise
+    shards = {name: local(weight.detach()) for name, weight in model.named_parameters()}
+    return model, compute, shards, table
+
+
+def check_compiler() -> None:
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise UsageError("--compile: finds no C++ compiler; install g++, or leave it out")
 
 
 def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,

@@ -12,10 +12,10 @@ import torch.multiprocessing
 from torch import nn
 
 from nanogeex import zero
-from nanogeex.config import DTYPES, ModelConfig, TrainConfig
+from nanogeex.config import ModelConfig, TrainConfig
 from nanogeex.mesh import Mesh, init_mesh
-from nanogeex.model import CodeGeeX, Options
-from nanogeex.parameters import initial_weight, split_table
+from nanogeex.model import CodeGeeX
+from nanogeex.parameters import initial_weight
 
 
 def _child(rank: int, world: int, tp: int, folder: str, work: Callable, args: tuple) -> None:
@@ -65,15 +65,9 @@ def small_config(**changes) -> TrainConfig:
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[CodeGeeX, nn.Module, dict, dict]:
     """model, the module that computes, this rank's pieces, the split table."""
-    with torch.device("meta"):
-        model = CodeGeeX(config, mesh, Options.of(config))
-    table = split_table(model)
-    compute = zero.shard(
-        model, mesh, DTYPES[config.precision], DTYPES[config.grad_reduce_dtype],
-        config.reshard_after_forward)
+    built = model, _, _, table = zero.build(config, mesh)
     zero.fill(model, table, mesh, lambda name, shape: random_weight(name, shape, config))
-    shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
-    return model, compute, shards, table
+    return built
 
 
 def random_weight(name: str, shape: tuple[int, ...], config: TrainConfig) -> torch.Tensor:

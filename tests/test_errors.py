@@ -104,6 +104,14 @@ def test_going_back_within_a_run_is_refused(folder):
     check(ended, f"--resume {first}: --out back has a checkpoint of its own")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compile_without_a_compiler(folder, ranks):
+    ended = run("train.py", "--compile", "--out", "new", ranks=ranks, cwd=folder, check=False,
+                env=os.environ | {"PATH": ""})
+    check(ended, "--compile: finds no C++ compiler; install g++, or leave it out")
+    assert not (folder / "new").exists()
+
+
 def test_ranks_without_torchrun(folder):
     alone = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
     ended = run("train.py", cwd=folder, check=False, env=alone)

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nanogeex import zero
 from nanogeex.mesh import Mesh, all_reduce_sum
-from nanogeex.optim import adamw, loss_scaler, optimizer_step
+from nanogeex.optim import adamw, loss_scaler, optimizer_step, sum_over_tp
 from nanogeex.parameters import piece
 from nanogeex.samples import Windows, micro_batches, permuted, shares
 from tests.memory import peak
@@ -23,6 +23,7 @@ def train(mesh, changes, steps, masked=()):
     model, compute, shards, table = build(config, mesh)
     optimizer, scaler = adamw(shards, config), loss_scaler(config)
     history, count = [], config.global_batch_size
+    torch.manual_seed(config.seed)                          # for dropout
     for step in range(steps):
         scale = scaler.scale if scaler else 1.0
         samples = permuted(torch.arange(step * count, (step + 1) * count).numpy(), len(WINDOWS), 1)
@@ -39,6 +40,8 @@ def train(mesh, changes, steps, masked=()):
         loss, tokens = all_reduce_sum(sums, mesh.dp_group).tolist()
         unscale = mesh.dp * config.seq_length / (scale * tokens)
         gradients = {name: zero.local(weight.grad) for name, weight in model.named_parameters()}
+        if config.sequence_parallel:
+            sum_over_tp(gradients, table, mesh)
         held = {name: gradient * unscale for name, gradient in gradients.items()}
         norm, taken = optimizer_step(
             optimizer, shards, gradients, table, mesh, unscale, config.clip_grad)
@@ -89,6 +92,17 @@ def test_low_precision_steps_equal_one_process(world, tp, precision):
     changes = dict(global_batch_size=8, micro_batch_size=2, clip_grad=0.1, lr=1e-3, adam_eps=1e-4,
                    precision=precision)
     compare(world, tp, changes, 3, loss=2e-2, norm=3e-2, weight=2e-3)
+
+
+@pytest.mark.parametrize("world, tp, more", [
+    (2, 2, dict(sequence_parallel=True, recompute="selective")),
+    (2, 1, dict(reshard_after_forward=True)),
+    (1, 1, dict(hidden_dropout=0.1, attention_dropout=0.1))])
+def test_compiled_steps_equal_plain_ones(world, tp, more):
+    changes = dict(global_batch_size=4, micro_batch_size=2, clip_grad=0.1, lr=1e-3, adam_eps=1e-4)
+    if world == 1:
+        changes |= more
+    compare(world, tp, changes, 2, loss=2e-5, norm=1e-4, weight=1e-5, compile=True, **more)
 
 
 def test_accumulation_equals_one_large_micro_batch():
