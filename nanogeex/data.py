@@ -120,8 +120,10 @@ class _Scan:
         self.left: Counter[tuple[str, str]] = Counter()         # (language, reason) -> documents
         self._texts: list[tuple[bytes, str]] = []               # of the largest digests
         self._texts_bytes, self._sample_bytes = 0, sample_bytes
+        self.units = 0
         read = corpus.read if sample_bytes else corpus.read_without_text
         for documents in _in_parallel(read, corpus.units(files), workers, "reading"):
+            self.units += 1
             for document in documents:
                 self._add(document)
         # The smallest digests are validation: an even choice, at least one document of two.
@@ -166,7 +168,7 @@ def _encode(files: list[tuple[str, str]], encoder: CodeTokenizer, scan: _Scan, d
     gzip, gzip_bytes, done = zlib.compressobj(9, wbits=31), 0, set()    # of the validation text
     outputs = {split: open(directory / f"{split}.bin.tmp", "wb") for split in splits}
     work = partial(_encode_unit, encoder, dtype, scan.last_validation)
-    for documents in _in_parallel(work, corpus.units(files), workers, "encoding"):
+    for documents in _in_parallel(work, corpus.units(files), workers, "encoding", scan.units):
         for digest, language, size, ids, text in documents:
             if digest in done or digest not in scan.kept:
                 continue
@@ -203,9 +205,10 @@ def _encode_unit(encoder: CodeTokenizer, dtype: np.dtype, last_validation: bytes
     return encoded
 
 
-def _in_parallel(work: Callable, units: Iterator, workers: int, what: str) -> Iterator:
+def _in_parallel(work: Callable, units: Iterator, workers: int, what: str,
+                 total: int | None = None) -> Iterator:
     """map(work, units), in order, on `workers` processes; few results wait at a time."""
-    bar = tqdm(desc=what, unit=" MB", disable=None, leave=False)
+    bar = tqdm(desc=what, unit=" MB", total=total, disable=None, leave=False)
     if workers == 1:                                        # then this one
         with bar:
             for unit in units:
