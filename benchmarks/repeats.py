@@ -1,7 +1,7 @@
 """Files that repeat themselves, to measure drafts on: `python -m benchmarks.repeats FILE.jsonl`.
 
 Each is a short function of the running Python's library, four to eight times, and each time under
-another name.  A model that was trained on 4,000 of them completes the others:
+another name.  To train a model on them, and to measure it on those that are left for validation:
 
     python train.py --data FILE.jsonl --out repeats --num-layers 5 --hidden-size 512 \\
         --seq-length 256 --micro-batch-size 8 --global-batch-size 8 --lr 1e-3 \\

@@ -32,9 +32,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanogeex import zero
-from nanogeex.config import TrainConfig, UsageError, check_shape, default_precision
+from nanogeex.config import DTYPES, TrainConfig, UsageError, check_shape, default_precision
 from nanogeex.mesh import Mesh, all_reduce_sum
+from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, optimizer_step, sum_over_tp
+from nanogeex.parameters import split_table
 from nanogeex.plan_table import table
 from nanogeex.samples import Windows, shares
 from nanogeex.watch import Watch
@@ -124,8 +126,13 @@ def _count(config: TrainConfig, mesh: Mesh, forward_backward: Callable) -> Count
     size = -(-share // number)
     watch = Watch({"tp": mesh.tp_group, "dp": mesh.dp_group, "world": mesh.world_group},
                   config.padded_vocab_size // mesh.tp)
+    with torch.device("meta"):
+        model = CodeGeeX(config, mesh, Options.of(config))
+    table = split_table(model)
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
-        model, compute, shards, table = zero.build(config, mesh)
+        compute = zero.shard(model, mesh, DTYPES[config.precision],
+                             DTYPES[config.grad_reduce_dtype], config.reshard_after_forward)
+        shards = {name: zero.local(weight.detach()) for name, weight in model.named_parameters()}
         watch.claim(shards, "weights")
         if compute is not model:
             watch.claim(list(compute.parameters()), "gathered weights")
