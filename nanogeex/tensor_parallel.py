@@ -158,7 +158,7 @@ def _mask(x: Tensor, probability: float, seed: int) -> Tensor:
     return kept.div_(1 - probability)
 
 
-@torch.compiler.disable                                     # or it says aloud that it cannot
+@torch.compiler.disable         # a number cannot be part of its graph, and it would warn of that
 def drawn_seed() -> int:
     """The next number of the stream that all tp ranks share."""
     return torch.randint(2**62, ()).item()

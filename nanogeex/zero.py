@@ -27,8 +27,6 @@ two gathers a micro-batch instead of one a window.
 Tests: tests/test_train_step.py.
 """
 
-import os
-import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -56,15 +54,19 @@ def build(config: TrainConfig, mesh: Mesh
                     config.reshard_after_forward)
     if config.compile:
         for block in [*compute.layers, compute.top_query_layer]:
-            block.block = torch.compile(                        # within FSDP2's hooks; drawing as
-                block.block, options={"fallback_random": True})     # the block would otherwise
+            # FSDP2's hooks stay outside; the dropout masks are those of a block not compiled
+            block.block = torch.compile(block.block, options={"fallback_random": True})
     shards = {name: local(weight.detach()) for name, weight in model.named_parameters()}
     return model, compute, shards, table
 
 
 def check_compiler() -> None:
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        raise UsageError("--compile: finds no C++ compiler; install g++, or leave it out")
+    """Raises UsageError where torch.compile would find none, in the first step."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # a second, only for --compile
+    try:
+        get_cpp_compiler()
+    except RuntimeError:
+        raise UsageError("--compile: finds no C++ compiler; install g++, or leave it out") from None
 
 
 def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,

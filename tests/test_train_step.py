@@ -100,9 +100,7 @@ def test_low_precision_steps_equal_one_process(world, tp, precision):
     (1, 1, dict(hidden_dropout=0.1, attention_dropout=0.1))])
 def test_compiled_steps_equal_plain_ones(world, tp, more):
     changes = dict(global_batch_size=4, micro_batch_size=2, clip_grad=0.1, lr=1e-3, adam_eps=1e-4)
-    if world == 1:
-        changes |= more
-    compare(world, tp, changes, 2, loss=2e-5, norm=1e-4, weight=1e-5, compile=True, **more)
+    compare(world, tp, changes | more, 2, loss=2e-5, norm=1e-4, weight=1e-5, compile=True)
 
 
 def test_accumulation_equals_one_large_micro_batch():
