@@ -50,7 +50,7 @@ def bytes_a_step(decoder: Decoder, batch: int, tokens: int) -> int:
     size = decoder.empty_cache(batch, tokens).nbytes
     for module in decoder.model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
-            size += module.weight.nbytes if module.weight is not None else module.packed.nbytes
+            size += module.weight.nbytes if module.weight is not None else module.placed.nbytes
     return size
 
 

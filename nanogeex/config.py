@@ -258,5 +258,8 @@ def default_precision(config: TrainConfig, device: torch.device) -> str:
     if device.type == "cuda":
         old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
         return "fp16" if config.preset == "codegeex-13b" or old else "bf16"
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if native and config.hidden_size >= 512 else "fp32"
+    return "bf16" if cpu_multiplies_bf16() and config.hidden_size >= 512 else "fp32"
+
+
+def cpu_multiplies_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -7,11 +7,12 @@ and what can be known or joined before the first token is:
       top-query block   its queries see positions only: a table of them, (positions, H/tp), takes
                         the place of the embeddings and of the query projection
       query|key|value   one product of a block's input instead of three
-      fp32 on a CPU     weights in oneDNN's packed layout: a product of a few rows reads them at the
-                        memory's bandwidth, where BLAS, which packs again each time, is at half of
-                        it for one row and at a fifth for three (`python -m benchmarks.decode`)
+      gelu              silu(1.702 x) / 1.702, whose factors fp32 weights take over
+      on a CPU          weights lie as their product reads them: fp32 in panels of some outputs,
+                        input after input; bf16, where the CPU multiplies it, in oneDNN's layout.
+                        BLAS makes such a layout anew for each product of more than a row
 
-The head's packed weight is a copy, for looking up needs the rows.  Rows of a batch end in the same
+The head's placed weight is a copy, for looking up needs the rows.  Rows of a batch end in the same
 column of the cache, (blocks, 2, B, heads/tp, T_max, D); shorter ones begin with padding, which they
 do not see and which their positions do not count.
 
@@ -19,6 +20,7 @@ Tests: tests/test_decoder.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,13 +28,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanogeex.config import cpu_multiplies_bf16
 from nanogeex.layernorm import LayerNorm, layernorm
-from nanogeex.mlp import gelu_
+from nanogeex.mlp import MLP, gelu_
 from nanogeex.model import Attention, Block, CodeGeeX
 from nanogeex.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanogeex.vocab_parallel import VocabParallelEmbedding
 
-ROWS = 8                # that the packed layout is made for; others are nearly as fast
+PANEL = 256             # outputs, at most
 
 
 class Parts(NamedTuple):
@@ -44,6 +47,7 @@ class Parts(NamedTuple):
     dense_bias: Tensor
     norm2: tuple[Tensor, Tensor]
     up: Callable[[Tensor], Tensor]              # (N, H) -> (N, 4H/tp)
+    gelu: Callable[[Tensor], Tensor]
     down: Callable[[Tensor], Tensor]            # (N, 4H/tp) -> (N, H), a summand
     down_bias: Tensor
 
@@ -65,10 +69,12 @@ class Decoder(nn.Module):
         blocks = [*model.layers, model.top_query_layer]
         for block in blocks:
             join(block.attention)
-        if torch.backends.mkldnn.is_available() and model.mesh.device.type == "cpu":
+        gelus = [fold(block.mlp) for block in blocks]
+        if model.mesh.device.type == "cpu":
             for module in model.modules():
-                pack(module)
-        self.model, self.blocks = model, [parts(block) for block in blocks]
+                place(module)
+        self.model = model
+        self.blocks = [parts(block, gelu) for block, gelu in zip(blocks, gelus, strict=True)]
 
     def empty_cache(self, batch: int, length: int) -> Tensor:
         """Room for the keys and values of `length` tokens."""
@@ -106,7 +112,7 @@ class Decoder(nn.Module):
                 q, kept[0], kept[1], attn_mask=mask, is_causal=start == 0 and length > 1)
             y = block.dense(y.transpose(1, 2).reshape(len(x), -1))
             x = self.summed(y).add_(block.dense_bias).add_(x)
-            y = block.down(gelu_(block.up(layernorm(x, *block.norm2))))
+            y = block.down(block.gelu(block.up(layernorm(x, *block.norm2))))
             x = self.summed(y).add_(block.down_bias).add_(x)
         if last:
             x = x.unflatten(0, (batch, length))[:, -1]                          # (B, H)
@@ -118,12 +124,12 @@ class Decoder(nn.Module):
         return y
 
 
-def parts(block: Block) -> Parts:
+def parts(block: Block, gelu: Callable[[Tensor], Tensor]) -> Parts:
     attention, mlp = block.attention, block.mlp
     return Parts(
         weights_of(block.input_layernorm), attention.joined.forward, attention.dense.partial,
         attention.dense.bias, weights_of(block.post_attention_layernorm),
-        mlp.dense_h_to_4h.forward, mlp.dense_4h_to_h.partial, mlp.dense_4h_to_h.bias)
+        mlp.dense_h_to_4h.forward, gelu, mlp.dense_4h_to_h.partial, mlp.dense_4h_to_h.bias)
 
 
 def weights_of(norm: LayerNorm) -> tuple[Tensor, Tensor]:
@@ -141,34 +147,60 @@ def join(attention: Attention) -> None:
     attention.joined = joined
 
 
-def pack(module: nn.Module) -> None:
-    if type(module) not in PACKED or module.weight.dtype != torch.float32:
+def fold(mlp: MLP) -> Callable[[Tensor], Tensor]:
+    """Returns what is left to do between the products.  16 bits would round the factors."""
+    up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
+    if up.weight.dtype != torch.float32:
+        return gelu_
+    for tensor in (up.weight, up.bias):
+        tensor.mul_(1.702)
+    down.weight.div_(1.702)
+    return partial(F.silu, inplace=True)
+
+
+def place(module: nn.Module) -> None:
+    if type(module) not in PLACED:
         return
-    module.packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.data, ROWS)
-    module.__class__ = PACKED[type(module)]
-    if not isinstance(module, PackedHead):
+    weight = module.weight.data                                 # (O, I)
+    width = max(n for n in range(1, PANEL + 1) if len(weight) % n == 0)
+    if weight.dtype == torch.float32 and width >= PANEL // 16:  # (O, I) -> (panels, I, width)
+        module.placed = weight.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
+    elif weight.dtype == torch.bfloat16 and cpu_multiplies_bf16():
+        module.placed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    else:
+        return
+    module.__class__ = PLACED[type(module)]
+    if not isinstance(module, PlacedHead):
         module.weight = None
 
 
-def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b, (N, I) -> (N, O), of a weight in the packed layout."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def product(x: Tensor, placed: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, (N, I) -> (N, O)."""
+    if placed.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, placed, bias, "none", [], "")
+    panels, _, width = placed.shape
+    x = x.expand(panels, -1, -1)
+    if bias is None:
+        y = torch.bmm(x, placed)                                # (panels, N, width)
+    else:
+        y = torch.baddbmm(bias.view(panels, 1, width), x, placed)
+    return y.transpose(0, 1).flatten(1)
 
 
-class PackedColumn(ColumnParallelLinear):
+class PlacedColumn(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
-        return packed_product(x, self.packed, self.bias)
+        return product(x, self.placed, self.bias)
 
 
-class PackedRow(RowParallelLinear):
+class PlacedRow(RowParallelLinear):
     def partial(self, x: Tensor) -> Tensor:
-        return packed_product(x, self.packed, None)
+        return product(x, self.placed, None)
 
 
-class PackedHead(VocabParallelEmbedding):
+class PlacedHead(VocabParallelEmbedding):
     def logits(self, x: Tensor) -> Tensor:
-        return packed_product(x, self.packed, None)
+        return product(x, self.placed, None)
 
 
-PACKED = {ColumnParallelLinear: PackedColumn, RowParallelLinear: PackedRow,
-          VocabParallelEmbedding: PackedHead}
+PLACED = {ColumnParallelLinear: PlacedColumn, RowParallelLinear: PlacedRow,
+          VocabParallelEmbedding: PlacedHead}

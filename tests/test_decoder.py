@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanogeex.decoder import Decoder, pack
+from nanogeex.config import cpu_multiplies_bf16
+from nanogeex.decoder import Decoder, place, product
 from nanogeex.mesh import Mesh
 from nanogeex.tensor_parallel import ColumnParallelLinear
 from tests.ranks import batch, build, on_ranks, small_config
@@ -60,21 +61,35 @@ def test_16_bits(dtype, wide):
 
 
 def test_weights_are_there_once():
-    """Nothing of the top-query projection is computed for a token; but for the head's packed copy
+    """Nothing of the top-query projection is computed for a token; but for the head's placed copy
     no weight is there twice."""
     model = build(small_config(), Mesh())[0].requires_grad_(False)
     made = Decoder(model)
     assert made.queries.shape == (16, 32)
     assert model.top_query_embeddings is None and model.top_query_layer.attention.query is None
-    packed = [module for module in model.modules() if hasattr(module, "packed")]
-    assert len(packed) == 3 * 4 + 1 if torch.backends.mkldnn.is_available() else not packed
-    assert all(module.weight is None for module in packed if module is not model.word_embeddings)
+    placed = [module for module in model.modules() if hasattr(module, "placed")]
+    assert len(placed) == 3 * 4 + 1
+    assert all(module.weight is None for module in placed if module is not model.word_embeddings)
 
 
-def test_16_bits_and_others_are_not_packed():
-    linear = ColumnParallelLinear(8, 8, Mesh()).bfloat16()
-    pack(linear)
-    assert type(linear) is ColumnParallelLinear and not hasattr(linear, "packed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs", [16, 256, 640, 257])
+def test_placed_products(dtype, outputs):
+    """In panels, in oneDNN's layout, or left as they are: fp16, and what has no panels, a prime."""
+    linear = ColumnParallelLinear(32, outputs, Mesh()).to(dtype).requires_grad_(False)
+    weight, bias = (part.normal_(0, 0.1) for part in linear.parameters())
+    place(linear)
+    left = type(linear) is ColumnParallelLinear
+    assert left == (outputs == 257 if dtype == torch.float32 else
+                    dtype == torch.float16 or not cpu_multiplies_bf16())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for rows in (1, 3):
+        x = torch.randn(rows, 32).to(dtype)
+        whole = x.float() @ weight.float().T + bias.float()
+        torch.testing.assert_close(linear(x).float(), whole, rtol=tolerance, atol=tolerance)
+        if not left:
+            torch.testing.assert_close(product(x, linear.placed, None).float(),
+                                       whole - bias.float(), rtol=tolerance, atol=tolerance)
 
 
 def test_a_row_is_the_same_in_any_batch():
