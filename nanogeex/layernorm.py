@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+EPS = 1e-5
 TOKENS = 4096                           # in fp32 at a time
 
 
 class LayerNorm(nn.Module):
-    """Over the last dimension, eps 1e-5, in fp32 unless `low_precision`: (..., H) -> (..., H)."""
+    """Over the last dimension, EPS, in fp32 unless `low_precision`: (..., H) -> (..., H)."""
 
     TP_DIM = {"weight": None, "bias": None}
 
@@ -42,14 +43,14 @@ class _LayerNormInFP32(Function):
     @staticmethod
     def backward(ctx, gradient):
         x, *parameters = ctx.saved_tensors
-        dx = torch.empty_like(gradient)
-        totals = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+        weight, bias = (parameter.float() for parameter in parameters)
+        dx, totals = torch.empty_like(gradient), [torch.zeros_like(weight), torch.zeros_like(bias)]
         pieces = (tensor.split(TOKENS) for tensor in (x, gradient, dx))
         for part, d, out in zip(*pieces, strict=True):
-            inputs = [tensor.float().detach().requires_grad_() for tensor in (part, *parameters)]
-            with torch.enable_grad():
-                y = layernorm(*inputs)
-            found, *more = torch.autograd.grad(y, inputs, d.float())
+            part, d, width = part.float(), d.float(), part.shape[-1:]
+            _, mean, rstd = torch.native_layer_norm(part, width, weight, bias, EPS)
+            found, *more = torch.ops.aten.native_layer_norm_backward(
+                d, part, width, mean, rstd, weight, bias, [True, True, True])
             out.copy_(found)
             torch._foreach_add_(totals, more)
         return dx, *(total.to(x.dtype) for total in totals)
@@ -58,4 +59,4 @@ class _LayerNormInFP32(Function):
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if weight.dtype != x.dtype:                             # a file's, in fp32
         return layernorm(x.float(), weight.float(), bias.float()).to(x.dtype)
-    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
