@@ -35,12 +35,10 @@ def applies_to(name: str) -> bool:
 
 
 def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x (..., I), weight (O, I) int8, scale (O) -> (..., O) in x's dtype."""
-    rows = x.flatten(0, -2)
-    if x.device.type == "cpu" and len(rows) <= FEW:
+    """x (N, I), weight (O, I) int8, scale (O) bf16 -> (N, O) in x's dtype."""
+    if x.device.type == "cpu" and len(x) <= FEW:
         # bf16 in and out is what the kernel is fast with; in fp32 it takes 9 times as long
-        y = torch._weight_int8pack_mm(rows.bfloat16(), weight, scale.bfloat16())
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        return torch._weight_int8pack_mm(x.bfloat16(), weight, scale).to(x.dtype)
     wide = torch.float32 if x.device.type == "cpu" else x.dtype
     return (F.linear(x.to(wide), weight.to(wide)) * scale.to(wide)).to(x.dtype)
 
@@ -49,7 +47,7 @@ class Int8Column(ColumnParallelLinear):
     """The same layer, with another product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_product(x, self.weight, self.scale) + self.bias
+        return int8_product(x, self.weight, self.scale).add_(self.bias)
 
 
 class Int8Row(RowParallelLinear):
@@ -64,8 +62,8 @@ def fill(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor, mesh:
     cut = isinstance(linear, RowParallelLinear)
     if cut and mesh.tp > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=mesh.tp_group)
-    scale = (peak / 127).clamp(min=1e-30).bfloat16().float()        # as the kernel will round it
-    rounded = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    scale = (peak / 127).clamp(min=1e-30).bfloat16()                # as the kernel takes it
+    rounded = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     linear.__class__ = Int8Row if cut else Int8Column
     linear.weight = nn.Parameter(rounded, requires_grad=False)
     linear.scale = nn.Parameter(scale, requires_grad=False)
