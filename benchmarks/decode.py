@@ -6,7 +6,7 @@ medians of rounds that take turns, and each best round's share of the bound.  Th
 and cache that a step reads, over the bandwidth of reading 256 MB, measured in the same rounds.
 
 With a trained RUN: what int8 changes in its logits, its text and its bits per byte; and what drafts
-save, on prompts of its validation text, once as it is and once after a copy of itself.
+save, on its validation text, as it is and after a copy of itself (see benchmarks/repeats.py).
 """
 
 import math
@@ -131,24 +131,30 @@ def accuracy(run: str) -> None:
           f"{logits[0].abs().max():.1f}); bits per byte {bits[0]:.4f} -> {bits[1]:.4f}; greedy "
           f"text agrees for {statistics.mean(same):.0f} of {len(made[0][0])} tokens")
 
-    half = config.seq_length // 3
-    for what, copies in (("new text", 1), ("after a copy of itself", 2)):
-        pairs, counts = [], []
-        for row in ids[:8]:
-            prompt, took = row[:half].tolist() * copies, []
-            if copies == 2:                     # the file's beginning again, without its end
-                prompt = prompt[:half + half // 4]
-            for lookup in (0, 16):
-                sample = Sample(prompt, half // 2, 0)
+    half, third = config.seq_length // 2, config.seq_length // 3
+    compare_drafts("the second half of a window", decoders[0],
+                   [row[:half].tolist() for row in ids], half)
+    compare_drafts("what comes after a copy of itself", decoders[0],
+                   [row[:third].tolist() + row[:third // 4].tolist() for row in ids], third // 2)
+
+
+def compare_drafts(what: str, decoder: Decoder, prompts: list[list[int]], limit: int) -> None:
+    pairs, counts = [], {0: 0, 16: 0}
+    for prompt in prompts:
+        took, made = {0: [], 16: []}, []
+        for _ in range(3):                              # in turn
+            for lookup in took:
+                sample = Sample(prompt, limit, 0)
                 began = time.perf_counter()
-                counts.append(sum(1 for _ in generate(decoders[0], [sample], Sampling(), -1, Mesh(),
-                                                      lookup)))
-                took.append((time.perf_counter() - began, sample.ids))
-            assert took[0][1] == took[1][1]
-            pairs.append(took[0][0] / took[1][0])
-        print(f"--lookup 16, {what}: {statistics.median(pairs):.2f} times as fast (from "
-              f"{min(pairs):.2f} to {max(pairs):.2f}), {sum(counts[1::2])} forwards instead of "
-              f"{sum(counts[::2])}")
+                steps = generate(decoder, [sample], Sampling(), -1, Mesh(), lookup)
+                number = sum(1 for _ in steps)
+                took[lookup].append(time.perf_counter() - began)
+                made.append(sample.ids)
+            counts[lookup] += number
+        assert all(ids == made[0] for ids in made)
+        pairs.append(statistics.median(took[0]) / statistics.median(took[16]))
+    print(f"--lookup 16 on {what}: {statistics.median(pairs):.2f} times as fast (from "
+          f"{min(pairs):.2f} to {max(pairs):.2f}), {counts[16]} forwards instead of {counts[0]}")
 
 
 def main(argv: list[str]) -> None:
