@@ -1,8 +1,9 @@
 """Train a CodeGeeX: `python train.py`, or `torchrun --nproc_per_node N train.py --tp T`.
 
-The loop is all there is: a window of micro-batches forward and backward, one number for clipping
-and overflow, AdamW, a line of metrics; now and then an evaluation and a checkpoint.  The defaults
-below are those of --preset tiny.
+The loop is all there is: a step's micro-batches forward and backward, one number for clipping and
+overflow, AdamW, a line of metrics; now and then an evaluation and a checkpoint.
+
+Tests: tests/test_programs.py, tests/test_survival.py.
 """
 
 import math
@@ -131,6 +132,7 @@ def main(argv: list[str]) -> None:
             continue
         sums = torch.cat([sums, sums.new_tensor([len(signals)])])       # loss, tokens, told to stop
         total, tokens, told = (all_reduce_sum(sums, mesh.world_group) / mesh.tp).tolist()
+        # (tp ranks have the same sums: all of the world's count them tp times)
 
         # FSDP2 has averaged over dp; undo that and the scale, and divide by the step's tokens.
         unscale = mesh.dp * seq_length / (scale * tokens)
@@ -208,12 +210,12 @@ def main(argv: list[str]) -> None:
 def forward_backward(model: nn.Module, compute: nn.Module, train: Windows, chosen: np.ndarray,
                      micro_batch_size: int, scale: float, config: TrainConfig,
                      mesh: Mesh) -> Tensor:
-    """A window of micro-batches, this rank's share of a step's `chosen` samples: leaves gradients
-    of `scale` times the loss; returns the sums of loss and tokens, (2)."""
+    """This rank's share of a step's `chosen` samples, in micro-batches: leaves gradients of `scale`
+    times the loss; returns the sums of loss and tokens, (2)."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     _, number = shares(len(chosen), mesh.dp, micro_batch_size)
-    window = micro_batches(train, chosen, mesh.dp, mesh.dp_rank, micro_batch_size, mesh.device)
-    for i, (ids, targets, weights) in enumerate(window):
+    batches = micro_batches(train, chosen, mesh.dp, mesh.dp_rank, micro_batch_size, mesh.device)
+    for i, (ids, targets, weights) in enumerate(batches):
         zero.micro_batch(model, compute, first=i == 0, last=i == number - 1,
                          reshard_after_forward=config.reshard_after_forward)
         part = compute(ids, targets, weights * scale)       # sum over the micro-batch's tokens,

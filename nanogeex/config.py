@@ -76,7 +76,7 @@ class TrainConfig(ModelConfig):
         "their shape is the model's; a checkpoint in --out goes before them", type=str,
         metavar="WEIGHTS")
     seed: int = flag(
-        1234, "run", "of the weights and of the order of the samples", low=0, high=2**63 - 1)
+        1234, "run", "of the weights, the order of the samples and dropout", low=0, high=2**63 - 1)
     device: str = flag("auto", "run", "auto: CUDA where there is some", choices=DEVICES)
     timeout: float = flag(
         120.0, "run", "seconds that ranks wait for one another before the job fails; making the "
@@ -137,7 +137,7 @@ class TrainConfig(ModelConfig):
     loss_scale_window: int = flag(
         500, "precision", "of fp16: steps without overflow until the loss scale doubles", low=1)
     hysteresis: int = flag(
-        2, "precision", "of fp16: overflows until the loss scale halves", low=1)
+        2, "precision", "of fp16: which overflow is the first to halve the loss scale", low=1)
 
     tensor_model_parallel_size: int = flag(
         1, "parallelism", "ranks that share every layer; the others take other samples",
@@ -147,8 +147,8 @@ class TrainConfig(ModelConfig):
         "input; selective keeps two inputs, and repeats no all-reduce",
         choices=("none", "selective", "full"))
     sequence_parallel: bool = flag(
-        False, "parallelism", "between the products of tp ranks each keeps its own tokens: less "
-        "memory, the same traffic; best with --recompute selective")
+        False, "parallelism", "outside split layers each tp rank keeps its own tokens only: less "
+        "memory, the same traffic; best with --recompute selective, which gathers some again")
     reshard_after_forward: bool = flag(
         False, "parallelism", "drop a block's weights between forward and backward (ZeRO-3): less "
         "memory, more traffic between data ranks")

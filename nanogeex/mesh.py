@@ -4,7 +4,7 @@ A world of dp x tp ranks is a grid.  A row shares one model (tensor parallelism)
 same slice of it and shares the batch (data parallelism):
 
                   tp_rank 0    1         rank = dp_rank * tp + tp_rank.  tp is innermost, so that a
-      dp_rank 0        [ 0     1 ]       row, which talks twice a layer, stays inside one node;
+      dp_rank 0        [ 0     1 ]       row, which talks in every layer, stays in one node;
               1        [ 2     3 ]       columns talk less, beside compute.
 
 torchrun tells each process its rank through the environment.  Without it there is one process: no

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         with own_randomness(self.mesh) if probability else nullcontext():
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=probability, is_causal=True)
-        return self.dense.partial(y.transpose(1, 2).flatten(2).flatten(0, 1))       # (N, H/tp)
+        return self.dense.partial(y.transpose(1, 2).flatten(2).flatten(0, 1))   # of (N, H/tp)
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,13 @@ class Block(nn.Module):
     """(N or N/tp, H) -> the same, N tokens of `batch` sequences; a `query` (T, H), repeated on all
     tp ranks, makes it top-query.
 
-    What recomputation keeps (arXiv:2205.05198), and the all-reduces that it runs again:
+    What recomputation keeps, and the all-reduces that it runs again (arXiv:2205.05198, where
+    selective is the middle of attention only):
 
           x -> [ LN, attention ] -> g, +b, +x -> [ LN, FFN ] -> g, +b, +x ->
       full       |------------------ one region -----------------------|     x; the first g
-      selective  |--- region ---|               |- region -|                 two inputs; none
+      selective  |--- region ---|               |- region -|                 two inputs; none,
+                                                  but f's gathers under sequence parallelism
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: Options):
@@ -141,7 +143,8 @@ class Block(nn.Module):
         return self.add(x, self.mlp.dense_4h_to_h, self.region("selective", self.feed_forward, x))
 
     def add(self, x: Tensor, layer: RowParallelLinear, summands: Tensor) -> Tensor:
-        """The residual: x + dropout(g(summands) + b).  x may be kept elsewhere, the others not."""
+        """The residual: x + dropout(g(summands) + b).  In y's memory: x may be kept
+        for a gradient."""
         probability = self.dropout if self.training else 0.0
         y = layer.finish(summands)
         return dropout(y, probability, self.mesh, self.sequence_parallel).add_(x)

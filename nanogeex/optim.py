@@ -6,9 +6,10 @@ A rank holds pieces of the gradient.  The square of the whole gradient's norm is
                                       + sum of squares of its tp-repeated pieces / tp )
 
 and it decides the step: its root is logged, it clips, and it is not finite exactly when some rank
-overflowed somewhere; then every rank skips and lowers the loss scale, together: one that stepped
-alone would from then on hold a piece of another model.  torch's clip_grad_norm_ and GradScaler see
-the dp ranks only: tp ranks would clip and skip apart.
+overflowed somewhere (`found_inf` elsewhere); then, as after a loss that is not finite, every rank
+skips the step and, in fp16, counts an overflow, together: one that stepped alone would from then on
+hold a piece of another model.  torch's clip_grad_norm_ and GradScaler see the dp ranks only: tp
+ranks would clip and skip apart.
 
 Tests: tests/test_optim.py, tests/test_train_step.py.
 """
@@ -37,8 +38,9 @@ def lr_at(step: int, config: TrainConfig) -> float:
 
 @dataclass
 class LossScaler:
-    """Keeps fp16 gradients in range (arXiv:1710.03740), by DeepSpeed's rule: `hysteresis` overflows
-    until the scale halves, `window` steps without one until it doubles."""
+    """Keeps fp16 gradients in range (arXiv:1710.03740), by DeepSpeed's rule: the `hysteresis`-th
+    overflow halves the scale, and so does each that follows; `window` steps without one double it,
+    and the count begins anew."""
 
     scale: float
     minimum: float
@@ -80,7 +82,7 @@ def adamw(shards: dict[str, Tensor], config: TrainConfig) -> torch.optim.AdamW:
 
     Key biases stay as they are.  They shift all scores of a query alike, and softmax does not see
     that: their gradient is zero but for rounding, which Adam would divide by its own size and turn
-    into full steps, others at every topology."""
+    into full steps, different ones at every topology."""
     trained = [name for name in shards if not name.endswith("attention.key.bias")]
     plain = [name for name in trained if name.endswith("bias") or "layernorm" in name]
     decayed = [name for name in trained if name not in plain]

@@ -1,7 +1,7 @@
 """The dry run: one rank of any world, in one process, without devices and data.
 
 Fake tensors have shape and dtype but no memory, a fake process group answers at once.  With them
-the training code itself runs, model, FSDP2, loss and optimizer, one window of micro-batches as rank
+the training code itself runs, model, FSDP2, loss and optimizer, one step's micro-batches as rank
 0 would with the largest share of the samples, and Watch counts.  What is counted is exact:
 
       weights, optimizer, gradients, activations      bytes at rest and at the peak, by kind

@@ -11,9 +11,10 @@ on the topology nor on what was read before, and resuming needs one number: how 
                                               where nothing is left, a sample runs with weight 0
 
 This is one of three reasons why the loss curve depends on neither dp, tp nor micro-batch.  Weights
-are drawn whole, from seed and name, and then cut (parameters.py).  And losses are sums over tokens,
-divided once, by the tokens of the whole step (train.py): a mean of the ranks' means would count
-shares that differ as equals.  Rounding is left, and dropout, whose masks are not the same.
+are drawn whole, from seed and name, and then cut (parameters.py); the vocabulary is padded alike
+everywhere (config.py).  And losses are sums over tokens, divided once, by the tokens of the whole
+step (train.py): a mean of the ranks' means would count shares that differ as equals.  Rounding is
+left (where Adam would make steps of it, it is kept out: optim.py), and dropout, whose masks differ.
 
 Tests: tests/test_samples.py.
 """

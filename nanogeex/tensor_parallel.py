@@ -13,16 +13,19 @@ identity backward.  f is its mirror: identity forward, all-reduce backward, sinc
 comes from its own columns only.  The row bias is added after g: before, it would count tp times.
 
 Sequence parallelism (arXiv:2205.05198): an all-reduce is a reduce-scatter and an all-gather, and
-what lies between them, LayerNorm, dropout, residual, works token by token.  So g leaves each rank
-its own N/tp tokens and f brings all N together: the same bytes, 1/tp of the activations kept.
+what lies between g and the next f, LayerNorm, dropout, residual, works token by token.  So g leaves
+each rank its own N/tp tokens and f brings all N together: the same bytes, and between them 1/tp of
+the activations.  The x that f gathered is kept whole, for the weights' gradients; --recompute
+selective keeps none of it, and gathers it again.
 
                f                                g
       forward  copy, or all-gather              all-reduce, or reduce-scatter
       backward all-reduce, or reduce-scatter    copy, or all-gather
 
-What a rank sends does not shrink with tp: four sums of (N, H) a block, two forward, two backward;
+The traffic does not shrink with tp: four sums of (N, H) a block, two forward, two backward;
 --recompute full repeats one.  CodeGeeX-13B with 16 x 2,048 tokens in fp16 adds up 320 MiB 5 x 40
-times, and twice more for embedding and head: 63 GiB a micro-batch.
+times, and twice more for embedding and head: 63 GiB a micro-batch.  Sizes are those of the whole
+tensors: a rank of n sends (n-1)/n of that in a gather or reduce-scatter, twice it in an all-reduce.
 
 Weights are plain local tensors.  A layer's TP_DIM says along which dimension of the whole tensor a
 rank's piece is cut; None is a tensor that every rank holds whole, and whose gradient is, under

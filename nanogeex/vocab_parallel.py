@@ -1,16 +1,17 @@
 """The vocabulary on `tp` ranks: the embedding, and a loss that never holds its logits.
 
-A rank owns V/tp rows of the word embedding.  Looking up, it finds its own ids and g adds up the
-rest.  The head is the same table: its logits would be the largest tensor of all, 32,768 tokens of
-CodeGeeX by 52,224 ids, 6.4 GiB in fp32.  But a token's loss needs three numbers,
+A rank owns V/tp rows of the word embedding.  Looking up, it gives zeros for ids of other ranks, and
+g adds up.  The head is the same table: its logits would be the largest tensor of all, 32,768 tokens
+of CodeGeeX by 52,224 ids, 6.4 GiB in fp32.  But a token's loss needs three numbers,
 
       loss = log(sum of exp(logits - peak)) + peak - logit of the target
 
 so the logits are made for CHUNK tokens at a time, reduced to these, and dropped.  The gradient,
 (softmax - onehot) times the token's weight, is ready where the softmax is: forward makes it, too,
-and backward only hands it on.  The weights carry the loss scale, so that nothing small is ever
-rounded to 16 bits.  Over tp the three numbers of all tokens are joined first, by two all-reduces,
-of N and 2N numbers, whatever the number of chunks; then the logits are made once more.
+and backward only hands it on.  A token's weight has the loss scale in it, so that its gradient is
+not too small when it is rounded to 16 bits.  Over tp the three numbers of all tokens are joined
+first, the peaks by their maximum, then the two others by their sums: two all-reduces, of N and 2N
+numbers, whatever the number of chunks.  Then the logits are made once more.
 
 Tests: tests/test_tensor_parallel.py.
 """

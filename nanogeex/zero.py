@@ -1,28 +1,31 @@
 """ZeRO-2 (arXiv:1910.02054): what `dp` ranks need not hold dp times.
 
-Adam in mixed precision holds 16 bytes a parameter: 2 for the weight, 2 for its gradient, 12 for the
-fp32 master and two moments.  FSDP2's `fully_shard(reshard_after_forward=False)`, which FSDP1 called
-SHARD_GRAD_OP, leaves on each rank
+Adam in mixed precision holds 16 bytes a parameter: 2 for the weight, 2 for its gradient, 12 for its
+fp32 master, the copy that AdamW updates, and two moments.  ZeRO's stage 1 shards these 12 over the
+data ranks, stage 2 the gradients too, stage 3 the weights too.  Stage 2 is FSDP2's
+`fully_shard(reshard_after_forward=False)`, FSDP1's SHARD_GRAD_OP, and leaves on each rank
 
       at rest       1/dp of the fp32 masters and moments
-      forward       + the weights, gathered block by block in 16 bits, and kept until
-      backward      + one block's gradients, at once reduced to this rank's fp32 1/dp
+      forward       + the weights, in --precision, gathered block by block and kept
+      backward      + one block's gradients, at once reduced to this rank's fp32 1/dp;
+                    of the last micro-batch: a block's weights go when its gradients are there
 
-In a window of several micro-batches the weights are gathered once and the gradients reduced after
-each, so that they stay sharded; the last backward drops the weights:
+A step of several micro-batches gathers the weights once and reduces the gradients after each, so
+that they stay sharded:
 
       [ gather | forward backward reduce | forward backward reduce, drop ]  norm, clip, AdamW
 
-What a rank sends does not shrink with dp: for a parameter of its tp slice 2 bytes of weight, once a
-step, and 4 of gradient, in fp32, each micro-batch.  CodeGeeX-13B at tp 8 and dp 192: 3.2 and 6.5
-GiB, of which FSDP2's padding of rows to a multiple of dp is 7%.
+The traffic does not shrink with dp: of each parameter of the tp slice 2 bytes of weight are
+gathered, once a step, and 4 of gradient, in fp32, reduced, each micro-batch.  In a step of the
+paper's world, tp 8 x dp 192, one micro-batch of 16 samples, that is 3.2 and 6.5 GiB, of which
+FSDP2's padding of rows to a multiple of dp is 7%, beside 63 GiB over tp (tensor_parallel.py).
 
-dp = 1 has nothing to shard and is not wrapped.  There a 16-bit copy of the model computes, and its
-gradients are added to the masters': the same arithmetic.
+dp = 1 has nothing to shard and is not wrapped.  There, in 16 bits, a copy of the model computes and
+its gradients are added to the masters': the same arithmetic.
 
-`reshard_after_forward` makes it ZeRO-3: a block drops its weights after each forward and each
+`reshard_after_forward` makes it stage 3: a block drops its weights after each forward and each
 backward and gathers them again for the next, so that a rank holds a block or two at a time, for
-two gathers a micro-batch instead of one a window.
+two gathers a micro-batch instead of one a step.
 
 Tests: tests/test_train_step.py.
 """
@@ -76,9 +79,9 @@ def shard(model: CodeGeeX, mesh: Mesh, dtype: torch.dtype,
     the module that computes, in `dtype`; `model` keeps the fp32 masters."""
     if mesh.dp > 1:
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
-        for module in [*model.layers, model.top_query_layer, model]:    # each gathers as one
-            fully_shard(module, mesh=mesh.dp_mesh, mp_policy=policy,      # root: head comes last
-                        reshard_after_forward=reshard_after_forward and module is not model)
+        for module in [*model.layers, model.top_query_layer, model]:    # a collective each
+            fully_shard(module, mesh=mesh.dp_mesh, mp_policy=policy,      # the head, in `model`, is
+                        reshard_after_forward=reshard_after_forward and module is not model)  # last
     model.to_empty(device=mesh.device)
     if mesh.dp > 1 or dtype == torch.float32:
         return model
@@ -109,7 +112,7 @@ def _add_to_master(master: Tensor, weight: Tensor) -> None:
 
 def micro_batch(model: nn.Module, compute: nn.Module, first: bool, last: bool,
                 reshard_after_forward: bool = False) -> None:
-    """Before each forward of a window: the first gathers weights, the last backward drops them."""
+    """Before each forward of a step: the first gathers weights, the last backward drops them."""
     if isinstance(compute, FSDPModule):
         compute.set_reshard_after_backward(last or reshard_after_forward)
         compute.set_is_last_backward(last)
