@@ -6,7 +6,9 @@ medians of rounds that take turns, and each best round's share of the bound.  Th
 and cache that a step reads, over the bandwidth of reading 256 MB, measured in the same rounds.
 
 With a trained RUN: what int8 changes in its logits, its text and its bits per byte; and what drafts
-save, on its validation text, as it is and after a copy of itself (see benchmarks/repeats.py).
+save: on its validation text, where the model goes on as it would, and where it goes on as the text
+does, as one would that knows it; and on noise.  benchmarks/repeats.py makes files that repeat
+themselves.
 """
 
 import math
@@ -131,16 +133,35 @@ def accuracy(run: str) -> None:
           f"{logits[0].abs().max():.1f}); bits per byte {bits[0]:.4f} -> {bits[1]:.4f}; greedy "
           f"text agrees for {statistics.mean(same):.0f} of {len(made[0][0])} tokens")
 
-    half, third = config.seq_length // 2, config.seq_length // 3
-    compare_drafts("the second half of a window", decoders[0],
-                   [row[:half].tolist() for row in ids], half)
-    compare_drafts("what comes after a copy of itself", decoders[0],
-                   [row[:third].tolist() + row[:third // 4].tolist() for row in ids], third // 2)
+    half, decoder = config.seq_length // 2, decoders[0]
+    halves = [row[:half].tolist() for row in ids]
+    compare_drafts("as the model goes on", [(decoder, prompt) for prompt in halves], half)
+    compare_drafts("as the text goes on", [
+        (Recital(decoder, row), prompt) for row, prompt in zip(ids, halves, strict=True)], half)
+    noise = torch.randint(0, config.vocab_size, ids.shape, generator=torch.Generator())
+    compare_drafts("noise, as it goes on", [
+        (Recital(decoder, row), row[:half].tolist()) for row in noise], half)
 
 
-def compare_drafts(what: str, decoder: Decoder, prompts: list[list[int]], limit: int) -> None:
+class Recital:
+    """A decoder in the place of one that knows `text`: logits as ever, but for what comes next."""
+
+    def __init__(self, decoder: Decoder, text: torch.Tensor):
+        self.decoder, self.text, self.config = decoder, text, decoder.config
+        self.empty_cache = decoder.empty_cache
+
+    def __call__(self, ids, cache, start=0, padding=None, last=False) -> torch.Tensor:
+        logits = self.decoder(ids, cache, start, padding, last)             # (1, T or 1, V)
+        after = start + ids.shape[1]
+        places = self.text[after - logits.shape[1] + 1:after + 1]
+        logits[0, torch.arange(len(places)), places] = 1e4
+        return logits
+
+
+def compare_drafts(what: str, cases: list[tuple[Decoder | Recital, list[int]]], limit: int) -> None:
+    """Prints how --lookup 16 does where each decoder continues its prompt."""
     pairs, counts = [], {0: 0, 16: 0}
-    for prompt in prompts:
+    for decoder, prompt in cases:
         took, made = {0: [], 16: []}, []
         for _ in range(3):                              # in turn
             for lookup in took:
@@ -152,8 +173,8 @@ def compare_drafts(what: str, decoder: Decoder, prompts: list[list[int]], limit:
                 made.append(sample.ids)
         assert all(ids == made[0] for ids in made)
         pairs.append(statistics.median(took[0]) / statistics.median(took[16]))
-    print(f"--lookup 16 on {what}: {statistics.median(pairs):.2f} times as fast (from "
-          f"{min(pairs):.2f} to {max(pairs):.2f}), {counts[16] // 3} forwards instead of "
+    print(f"--lookup 16, the second half of a window, {what}: {statistics.median(pairs):.2f} times "
+          f"as fast (from {min(pairs):.2f} to {max(pairs):.2f}), {counts[16] // 3} forwards, not "
           f"{counts[0] // 3}")
 
 

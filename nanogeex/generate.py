@@ -199,7 +199,11 @@ def _with_drafts(model: Decoder, sample: Sample, cache: Tensor, longest: int, sa
         start = len(sample.prompt) + len(sample.ids) - 1
         logits = on_rank0_of_tp(model(ids, cache, start)[0], model, mesh)   # (T, V)
         chosen = torch.full((len(draft) + 1,), NOT_TAKEN, device=mesh.device)
-        if mesh.rank == 0:
+        if mesh.rank == 0 and sampling.temperature == 0:            # draws nothing: all at once
+            chosen = choose(logits, sampling, [])
+            right = (chosen[:-1] == ids[0, 1:]).cumprod(0).sum()
+            chosen[right + 1:] = NOT_TAKEN
+        elif mesh.rank == 0:
             for i in range(len(chosen)):
                 chosen[i] = choose(logits[i:i + 1], sampling, [generator])[0]
                 if i < len(draft) and chosen[i] != draft[i]:
