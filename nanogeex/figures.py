@@ -133,8 +133,9 @@ def draw(runs: dict[str, list[dict]], shares: dict[str, float], x: str):
             loss.axvline(place, color=color, linestyle="-.", linewidth=0.8)
     keys["learning rate (right)"] = dict(linestyle=":")
     # Where a long run begins, out of the untrained model's loss, would press all else together.
-    later = (column(records, "loss")[len(records) // 100:] for records in runs.values())
-    loss.set_ylim(top=1.05 * max(np.nanmax(y, initial=0.0) for y in later) or None)
+    later = (column(records[len(records) // 100:], name)
+             for records in runs.values() for name in ("loss", "val_loss"))
+    loss.set_ylim(top=1.05 * max(y[np.isfinite(y)].max(initial=0.0) for y in later) or None)
     loss.set(title="loss", xlabel=x, ylabel="nats a token")
     rate.set_ylabel("learning rate", color=GREY)
     rate.set_ylim(bottom=0)

@@ -92,6 +92,14 @@ def test_figure(made_up, x, place):
                       "went on from a checkpoint", "learning rate (right)"]
 
 
+def test_a_validation_loss_above_all_others_is_seen():
+    pytest.importorskip("matplotlib")
+    records = [record(step, loss=50.0 if step == 1 else 2.0) for step in range(1, 301)]
+    records[-1]["val_loss"] = 9.0
+    _, loss, _ = figures.draw({"run": records}, {}, "steps").axes
+    assert 9 < loss.get_ylim()[1] < 10
+
+
 def test_several_runs(made_up, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     other = tmp_path / "other"                                  # long, and nothing but steps
