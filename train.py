@@ -2,8 +2,6 @@
 
 The loop is all there is: a step's micro-batches forward and backward, one number for clipping and
 overflow, AdamW, a line of metrics; now and then an evaluation and a checkpoint.
-
-Tests: tests/test_programs.py, tests/test_survival.py.
 """
 
 import math
