@@ -132,7 +132,8 @@ def main(argv: list[str]) -> None:
         total, tokens, told = (all_reduce_sum(sums, mesh.world_group) / mesh.tp).tolist()
         # (tp ranks have the same sums: all of the world's count them tp times)
 
-        # FSDP2 has averaged over dp; undo that and the scale, and divide by the step's tokens.
+        # FSDP2 has averaged over dp; undo that, the scale and the 1 / seq_length that keeps sums of
+        # a sample's losses in range, and divide by the step's tokens.
         unscale = mesh.dp * seq_length / (scale * tokens)
         gradients = {name: zero.local(weight.grad) for name, weight in model.named_parameters()}
         if config.sequence_parallel:
