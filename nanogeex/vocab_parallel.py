@@ -6,15 +6,17 @@ of CodeGeeX by 52,224 ids, 6.4 GiB in fp32.  But a token's loss needs three numb
 
       loss = log(sum of exp(logits - peak)) + peak - logit of the target
 
-so the logits are made for CHUNK tokens at a time, reduced to these, and dropped.  The gradient,
-(softmax - onehot) times the token's weight, is ready where the softmax is: forward makes it, too,
-and backward only hands it on.  A token's weight has the loss scale in it, so that its gradient is
+so the logits are made for some thousand tokens at a time, reduced to these, and dropped.  The
+gradient, (softmax - onehot) times the token's weight, is ready where the softmax is: forward makes
+it, too, in the logits' place, and backward only hands it on.  A token's weight has the loss scale in it, so that its gradient is
 not too small when it is rounded to 16 bits.  Over tp the three numbers of all tokens are joined
 first, the peaks by their maximum, then the two others by their sums: two all-reduces, of N and 2N
 numbers, whatever the number of chunks.  Then the logits are made once more.
 
 Tests: tests/test_tensor_parallel.py.
 """
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,8 @@ from torch.autograd import Function
 from nanogeex.mesh import Mesh
 from nanogeex.tensor_parallel import leave_tp, split
 
-CHUNK = 1024                            # tokens: 204 MiB of CodeGeeX's logits at tp 1, 26 at tp 8
+CHUNK = 4096                            # bytes of an id's logits: 1,024 tokens, 2,048 in 16 bits
+ROWS = 128                              # of them in fp32 at a time: a CPU's caches hold them
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -64,48 +67,52 @@ class _HeadLoss(Function):
     def forward(ctx, x, weight, targets, weights, mesh, chunk, gradients):
         local, elsewhere = local_ids(targets, weight.shape[0], mesh)
         one, total = (~elsewhere).float(), torch.zeros((), dtype=torch.float32, device=x.device)
+        numbers = _over_tp(x, weight, local, one, mesh, chunk) if mesh.tp > 1 else None
         if gradients:
             dx = torch.empty_like(x)                                            # partial over tp
-            dweight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
-        numbers = _over_tp(x, weight, local, one, mesh, chunk) if mesh.tp > 1 else None
-        for part in _chunks(x, chunk):
-            e = F.linear(x[part], weight).float()                               # (n, V/tp), logits
-            if mesh.tp > 1:
-                peak, sums, target = numbers[:, part]
-                e.sub_(peak[:, None]).exp_()
-            else:
-                peak, target = e.amax(-1), e.gather(1, local[part, None]).squeeze(1)
-                sums = e.sub_(peak[:, None]).exp_().sum(-1)
-            total += weights[part].dot(sums.log() + peak - target)
-            if gradients:
-                d = e.mul_((weights[part] / sums)[:, None])                     # softmax
-                d.scatter_add_(1, local[part, None], -(weights * one)[part, None])
-                d = d.to(x.dtype)
-                dx[part] = d @ weight
-                dweight += d.T @ x[part]
-                del d
-            del e                                           # before the next chunk's is there
+            wide = torch.float32 if len(x) > chunk else None                    # to add up in
+            dweight = torch.zeros_like(weight, dtype=wide)
+        for part in _slices(0, len(x), chunk):
+            logits = F.linear(x[part], weight)                                  # (n, V/tp)
+            for some, rows in _rows(part, logits):
+                e, ids = rows.float(), local[some, None]
+                if mesh.tp > 1:
+                    peak, sums, target = numbers[:, some]
+                    e.sub_(peak[:, None]).exp_()
+                else:
+                    peak, sums, target = _three_numbers(e, ids)
+                total += weights[some].dot(sums.log() + peak - target)
+                if gradients:
+                    e.mul_((weights[some] / sums)[:, None])                     # softmax
+                    rows.copy_(e.scatter_add_(1, ids, -(weights * one)[some, None]))
+            if gradients:                                                       # logits is dlogits
+                dx[part] = logits @ weight
+                dweight += logits.T @ x[part]
+            del logits, rows, e                             # before the next chunk's are there
         ctx.gradients = (dx, dweight) if gradients else None
-        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx, gradient):                            # of a scalar: 1, as a rule
         (dx, dweight), ctx.gradients = ctx.gradients, None
-        return dx.mul_(gradient), dweight.mul_(gradient).to(ctx.dtype), None, None, None, None, None
+        dweight = dweight.mul_(gradient).to(dx.dtype)
+        return dx.mul_(gradient), dweight, None, None, None, None, None
+
+
+def _three_numbers(e: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits (n, V/tp), which become exp(logits - peak): peak, sum of these, the target's."""
+    peak, target = e.amax(-1), e.gather(1, ids).squeeze(1)
+    return peak, e.sub_(peak[:, None]).exp_().sum(-1), target                   # cannot overflow
 
 
 def _over_tp(x: Tensor, weight: Tensor, local: Tensor, one: Tensor, mesh: Mesh,
              chunk: int) -> Tensor:
-    """Of each token's logits, over all of V: peak, sum of exp(logits - peak), the target's; (3, N).
-    """
-    numbers = torch.empty(3, x.shape[0], dtype=torch.float32, device=x.device)
-    for part in _chunks(x, chunk):
-        logits = F.linear(x[part], weight).float()                              # (n, V/tp)
-        numbers[2, part] = logits.gather(1, local[part, None]).squeeze(1) * one[part]
-        numbers[0, part] = logits.amax(-1)
-        numbers[1, part] = logits.sub_(numbers[0, part, None]).exp_().sum(-1)   # cannot overflow
-        del logits
+    """The three numbers of each token, over all of V: (3, N)."""
+    numbers = torch.empty(3, len(x), dtype=torch.float32, device=x.device)
+    for part in _slices(0, len(x), chunk):
+        for some, rows in _rows(part, F.linear(x[part], weight)):               # (ROWS, V/tp)
+            torch.stack(_three_numbers(rows.float(), local[some, None]), out=numbers[:, some])
+    numbers[2] *= one
     own = numbers[0].clone()
     dist.all_reduce(numbers[0], dist.ReduceOp.MAX, group=mesh.tp_group)
     numbers[1] *= (own - numbers[0]).exp()
@@ -113,14 +120,19 @@ def _over_tp(x: Tensor, weight: Tensor, local: Tensor, one: Tensor, mesh: Mesh,
     return numbers
 
 
-def _chunks(x: Tensor, chunk: int) -> list[slice]:
-    return [slice(i, i + chunk) for i in range(0, x.shape[0], chunk)]
+def _slices(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
+
+
+def _rows(part: slice, logits: Tensor) -> Iterable[tuple[slice, Tensor]]:
+    """The tokens `part`, ROWS at a time: which, and their logits."""
+    return zip(_slices(part.start, part.stop, ROWS), logits.split(ROWS), strict=True)
 
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, mesh: Mesh,
-              chunk: int = CHUNK) -> Tensor:
+              chunk: int | None = None) -> Tensor:
     """Sum over tokens of weights times -log softmax(x W^T)[target], a scalar in fp32, repeated:
     x (N, H) of all tokens, inside f; weight (V/tp, H); targets and weights (N).  A target outside
     the vocabulary raises on every rank."""
-    gradients = torch.is_grad_enabled() and x.requires_grad
+    gradients, chunk = torch.is_grad_enabled() and x.requires_grad, chunk or CHUNK // x.itemsize
     return _HeadLoss.apply(x, weight, targets, weights, mesh, chunk, gradients)
