@@ -135,6 +135,8 @@ def init_mesh(tp: int, device: torch.device, timeout: float, init_method: str = 
     ranks = torch.arange(world).view(world // tp, tp)
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)      # rows
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)    # columns
+    if not cuda:
+        dist.barrier()              # gloo: a rank that ends before all are connected fails the rest
     return Mesh(rank, world // tp, tp, device, tp_group, dp_group, store)
 
 

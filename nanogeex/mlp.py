@@ -43,14 +43,14 @@ class _GeluProduct(Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        y = F.linear(F.silu(x.mul_(1.702)), weight).div_(1.702)         # the smaller one to divide
+        y = F.linear(gelu_(x), weight)
         ctx.save_for_backward(x, weight)                                # 1.702 x
         return y
 
     @staticmethod
     def backward(ctx, gradient):                                        # (N, H)
         x, weight = ctx.saved_tensors
-        dweight = (gradient.T @ F.silu(x)).div_(1.702)
+        dweight = gradient.T @ F.silu(x).div_(1.702)
         dx = gradient @ weight                                          # of the gelu, then of x
         return torch.ops.aten.silu_backward.grad_input(dx, x, grad_input=dx), dweight
 

@@ -10,7 +10,7 @@
 Module names are those of the released checkpoint.  Under tensor parallelism a rank holds heads/tp
 heads, 4H/tp columns of the FFN and V/tp rows of the vocabulary.  The residual stream is a list of
 N = B * T tokens, (N, H), the same on all tp ranks or, under sequence parallelism, (N/tp, H), a rank
-its own.  D is the size of a head.
+its own.
 
 Dropout follows what is split: where all tp ranks hold the same they draw the same mask, on heads
 and tokens of their own each draws its own.  Recomputation gets the random stream's state back, and
@@ -20,7 +20,6 @@ Tests: tests/test_model.py.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 
 import torch
@@ -28,18 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nanogeex.attention import Attention
 from nanogeex.config import ModelConfig, TrainConfig
 from nanogeex.layernorm import LayerNorm
 from nanogeex.mesh import Mesh
 from nanogeex.mlp import MLP
-from nanogeex.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    column_products,
-    dropout,
-    enter_tp,
-    own_randomness,
-)
+from nanogeex.tensor_parallel import RowParallelLinear, dropout, enter_tp
 from nanogeex.vocab_parallel import VocabParallelEmbedding, head_loss
 
 
@@ -54,38 +47,6 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         return F.embedding(positions, self.weight)
-
-
-class Attention(nn.Module):
-    """`batch` sequences, (N or N/tp, H) -> (N, H), a summand: the caller finishes `dense`."""
-
-    def __init__(self, config: ModelConfig, mesh: Mesh, options: "Options"):
-        super().__init__()
-        self.dropout, self.sequence_parallel = options.attention_dropout, options.sequence_parallel
-        hidden = config.hidden_size
-        self.mesh, self.head_size = mesh, hidden // config.num_attention_heads
-        self.query = ColumnParallelLinear(hidden, hidden, mesh)
-        self.key = ColumnParallelLinear(hidden, hidden, mesh)
-        self.value = ColumnParallelLinear(hidden, hidden, mesh)
-        self.dense = RowParallelLinear(hidden, hidden, mesh, self.sequence_parallel)
-
-    def heads(self, x: Tensor, batch: int) -> Tensor:   # (B T, H/tp) -> (B, heads/tp, T, D)
-        return x.unflatten(-1, (-1, self.head_size)).unflatten(0, (batch, -1)).transpose(1, 2)
-
-    def forward(self, x: Tensor, batch: int, query: Tensor | None) -> Tensor:
-        layers = [self.query, self.key, self.value] if query is None else [self.key, self.value]
-        *q, k, v = column_products(x, layers, self.mesh, self.sequence_parallel)
-        if query is None:
-            q = self.heads(q[0], batch)                                 # (B, heads/tp, T, D)
-        else:                                                           # once for all sequences
-            q = self.heads(*column_products(query, [self.query], self.mesh), 1)
-            q = q.expand(batch, -1, -1, -1)
-        k, v = self.heads(k, batch), self.heads(v, batch)
-        probability = self.dropout if self.training else 0.0
-        with own_randomness(self.mesh) if probability else nullcontext():
-            y = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=probability, is_causal=True)
-        return self.dense.partial(y.transpose(1, 2).flatten(2).flatten(0, 1))   # of (N, H/tp)
 
 
 @dataclass(frozen=True)
@@ -123,7 +84,9 @@ class Block(nn.Module):
         self.draws = options.hidden_dropout > 0 or options.attention_dropout > 0
         ln_fp16 = options.ln_fp16
         self.input_layernorm = LayerNorm(config.hidden_size, ln_fp16)
-        self.attention = Attention(config, mesh, options)
+        self.attention = Attention(
+            config.hidden_size, config.num_attention_heads, mesh, options.sequence_parallel,
+            options.attention_dropout)
         self.post_attention_layernorm = LayerNorm(config.hidden_size, ln_fp16)
         self.mlp = MLP(config.hidden_size, mesh, options.sequence_parallel,
                        again=options.recompute == "none")

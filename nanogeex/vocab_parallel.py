@@ -8,10 +8,11 @@ of CodeGeeX by 52,224 ids, 6.4 GiB in fp32.  But a token's loss needs three numb
 
 so the logits are made for some thousand tokens at a time, reduced to these, and dropped.  The
 gradient, (softmax - onehot) times the token's weight, is ready where the softmax is: forward makes
-it, too, in the logits' place, and backward only hands it on.  A token's weight has the loss scale in it, so that its gradient is
-not too small when it is rounded to 16 bits.  Over tp the three numbers of all tokens are joined
-first, the peaks by their maximum, then the two others by their sums: two all-reduces, of N and 2N
-numbers, whatever the number of chunks.  Then the logits are made once more.
+it, too, in the logits' place, and backward only hands it on.  A token's weight has the loss scale
+in it, so that its gradient is not too small when it is rounded to 16 bits.  Over tp the three
+numbers of all tokens are joined first, the peaks by their maximum, then the two others by their
+sums: two all-reduces, of N and 2N numbers, whatever the number of chunks.  Then the logits are made
+once more.
 
 Tests: tests/test_tensor_parallel.py.
 """

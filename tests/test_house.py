@@ -80,12 +80,13 @@ def test_imports_run_one_way():
     assert {name for name in FILES if OURS[name] & PROGRAMS} == {"tour"}      # goes through train
 
 
-MODEL = {"config", "mesh", "tensor_parallel", "vocab_parallel", "layernorm", "mlp"}
+MODEL = {"config", "mesh", "tensor_parallel", "vocab_parallel", "layernorm", "attention", "mlp"}
 
 
 @pytest.mark.parametrize("name, below", [
     ("config", set()), ("mesh", {"config"}), ("tensor_parallel", {"config", "mesh"}),
     ("vocab_parallel", {"config", "mesh", "tensor_parallel"}), ("layernorm", set()),
+    ("attention", {"config", "mesh", "tensor_parallel"}),
     ("mlp", {"config", "mesh", "tensor_parallel"}), ("model", MODEL),
     ("parameters", MODEL | {"model"}), ("zero", MODEL | {"model", "parameters"}),
     ("optim", MODEL | {"model", "parameters"}), ("samples", {"config"}), ("corpus", {"config"}),

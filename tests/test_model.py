@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nanogeex.attention import SHORT, Attention, slow_backward
 from nanogeex.config import PRESETS, TrainConfig
 from nanogeex.layernorm import LayerNorm
 from nanogeex.mesh import Mesh
@@ -199,6 +200,29 @@ def test_layernorm_of_16_bits_is_as_good_as_16_bits_can_be(dtype, precise):
 
     assert all(part < precise for part in error(False))
     assert error(True)[2] > 4 * precise
+
+
+@pytest.mark.parametrize("dtype, precise", [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("length", [1, 37, SHORT, SHORT + 1])
+def test_attention_of_16_bits_on_a_cpu(length, dtype, precise):
+    """Also of the top-query block, whose query is the same for both samples."""
+    attention = Attention(12, 3, Mesh(), False, 0.0)
+    torch.manual_seed(0)
+    tokens = torch.randn(3, 2, length, 12).to(dtype).requires_grad_()
+    query, *keys, seed = tokens[0, :1], *tokens[1:], torch.randn(2, 3, length, 4).to(dtype)
+    q = attention.heads(query.flatten(0, 1), 1).expand(2, -1, -1, -1)
+    y = attention.attend(q, *(attention.heads(key.flatten(0, 1), 2) for key in keys))
+    assert slow_backward(q) == (length <= SHORT)
+    assert ("ShortAttention" in type(y.grad_fn).__name__) == (length <= SHORT)
+    found, = torch.autograd.grad(y, tokens, seed)
+    with torch.no_grad():
+        true = tokens.double()
+    true.requires_grad_()
+    q, k, v = (true[i].unflatten(-1, (3, 4)).transpose(1, 2) for i in range(3))
+    scores = q[:1] @ k.mT / 2
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    expected, = torch.autograd.grad(scores.softmax(-1) @ v, true, seed.double())
+    assert (found - expected).norm() < precise * expected.norm()
 
 
 def test_released_size():
