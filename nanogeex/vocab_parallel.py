@@ -29,7 +29,7 @@ from nanogeex.mesh import Mesh
 from nanogeex.tensor_parallel import leave_tp, split
 
 CHUNK = 4096                            # bytes of an id's logits: 1,024 tokens, 2,048 in 16 bits
-ROWS = 128                              # of them in fp32 at a time: a CPU's caches hold them
+ROWS = 256                              # of these in fp32 at a time, near to a CPU
 
 
 class VocabParallelEmbedding(nn.Module):
