@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanogeex import checkpoint, data, integrity, micro_batch, plan, report, run_directory, zero
 from nanogeex.command_line import parse
-from nanogeex.config import TrainConfig, UsageError, default_precision
+from nanogeex.config import TrainConfig, UsageError
 from nanogeex.mesh import (
     Mesh,
     all_reduce_sum,
@@ -33,6 +33,7 @@ from nanogeex.mesh import (
 )
 from nanogeex.optim import adamw, first_not_finite, loss_scaler, lr_at, optimizer_step, sum_over_tp
 from nanogeex.parameters import initial_weight
+from nanogeex.precision import default_precision
 from nanogeex.samples import Windows, micro_batches, open_windows, permuted, shares, step_seed
 from nanogeex.saver import Saver
 from nanogeex.weights import fill_shards, training_defaults

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanogeex.attention import Attention
-from nanogeex.config import cpu_multiplies_bf16
 from nanogeex.layernorm import LayerNorm, layernorm
 from nanogeex.mlp import MLP, gelu_
 from nanogeex.model import Block, CodeGeeX
+from nanogeex.precision import cpu_multiplies_bf16
 from nanogeex.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanogeex.vocab_parallel import VocabParallelEmbedding
 

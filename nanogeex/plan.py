@@ -32,12 +32,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanogeex import zero
-from nanogeex.config import DTYPES, TrainConfig, UsageError, check_shape, default_precision
+from nanogeex.config import DTYPES, TrainConfig, UsageError, check_shape
 from nanogeex.mesh import Mesh, all_reduce_sum
 from nanogeex.model import CodeGeeX, Options
 from nanogeex.optim import adamw, optimizer_step, sum_over_tp
 from nanogeex.parameters import split_table
 from nanogeex.plan_table import table
+from nanogeex.precision import default_precision
 from nanogeex.samples import Windows, shares
 from nanogeex.watch import Watch
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from nanogeex.command_line import parse
-from nanogeex.config import TrainConfig, UsageError, default_precision
+from nanogeex.config import TrainConfig, UsageError
 from nanogeex.infer_config import InferConfig
+from nanogeex.precision import default_precision
 from shard import ShardConfig
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nanogeex.config import cpu_multiplies_bf16
 from nanogeex.decoder import Decoder, place, product
 from nanogeex.mesh import Mesh
+from nanogeex.precision import cpu_multiplies_bf16
 from nanogeex.tensor_parallel import ColumnParallelLinear
 from tests.ranks import batch, build, on_ranks, small_config
 
