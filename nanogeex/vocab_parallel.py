@@ -31,7 +31,7 @@ from nanogeex.tensor_parallel import leave_tp, split
 CHUNK = 4096                            # bytes of an id's logits: 1,024 tokens, 2,048 in 16 bits
 ROWS = 256                              # of these in fp32 at a time, near to a CPU
 # MKL chooses exp's kernel at the first call, and a second thread in that call may get one that is
-# only near (pytorch issue 188792: seen as a first loss 1e-6 off): the first is made here, by one.
+# only near (pytorch issue 188792; one first loss was 1e-6 off): here the first is made, by one.
 torch.ones(1).exp()
 
 
